@@ -1,0 +1,47 @@
+"""Builds the wheel, installs it into a second environment and imports every module of it there.
+
+The second environment sees this one's packages through a path file, except the editable install of torch-uma itself:
+path files inside a directory that a path file names are not read.
+"""
+
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+IMPORT_EVERYTHING = """
+import importlib, pkgutil, sys
+import torch_uma
+
+names = [module.name for module in pkgutil.walk_packages(torch_uma.__path__, "torch_uma.", onerror=None)]
+for name in names:
+    path = importlib.import_module(name).__file__
+    assert path.startswith(sys.prefix), f"{name} was imported from {path}, not from the wheel"
+print(f"{len(names)} modules of the wheel import")
+"""
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        wheels, environment = Path(folder, "wheels"), Path(folder, "environment")
+        shutil.rmtree(ROOT / "build", ignore_errors=True)  # setuptools would pack modules that an older build left there
+        pip = [sys.executable, "-m", "pip", "--quiet"]
+        subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", wheels, ROOT], check=True)
+        (wheel,) = wheels.glob("*.whl")
+
+        venv.create(environment, with_pip=False)
+        scheme = sysconfig.get_preferred_scheme("prefix")
+        site = sysconfig.get_path("purelib", scheme, {"base": str(environment), "platbase": str(environment)})
+        Path(site, "first_environment.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        python = environment / "bin" / "python"
+        subprocess.run([*pip, "--python", python, "install", "--no-deps", wheel], check=True)
+        subprocess.run([python, "-c", IMPORT_EVERYTHING], check=True, cwd=folder)
+
+
+if __name__ == "__main__":
+    main()
