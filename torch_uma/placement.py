@@ -1,8 +1,9 @@
 """Where bands can lie: pure geometry over page grids, no state.
 
-The order of bands never changes, so whether a demand fits is decided by placing them from the low end upwards, each as low as its
-neighbour and its grid allow. A span must be long enough for the band's pages and reach over its pinned ones. That test is exact.
-A span is a half-open range of pages `(start, end)` of the sub-pool's own grid; a band without pages takes no room and is `EMPTY`.
+The order of bands never changes, so whether a demand fits is decided by placing them from the low end upwards, each
+as low as its neighbour and its grid allow. A span must be long enough for the band's pages and reach over its pinned
+ones. That test is exact. A span is a half-open range of pages `(start, end)` of the sub-pool's own grid; a band
+without pages takes no room and is `EMPTY`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ EMPTY: Span = (0, 0)
 
 
 class Grid(NamedTuple):
-    """The pages that one sub-pool may occupy: page `p` is the bytes `[origin + p * page_bytes, origin + (p + 1) * page_bytes)`."""
+    """The pages that one sub-pool may occupy; page `p` starts at byte `origin_bytes + p * page_bytes`."""
 
     origin_bytes: int
     page_bytes: int
@@ -108,8 +109,8 @@ def target_spans(
 ) -> list[Span] | None:
     """Clamp today's spans between the lowest and the highest placement: close to the fewest bytes moved.
 
-    `preferred[k]` is the page at which a float would like to start (None: in the middle of the room that it has). A band keeps its
-    free pages where its neighbour does not need the room. Returns None if the counts do not fit.
+    `preferred[k]` is the page at which a float would like to start (None: in the middle of the room that it has). A
+    band keeps its free pages where its neighbour does not need the room. Returns None if the counts do not fit.
     """
     if lowest_spans(grids, counts, pins) is None:
         return None

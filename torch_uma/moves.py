@@ -1,0 +1,141 @@
+"""What to move where, and in which order: pure planning, nothing here changes a band.
+
+Given today's spans and target spans, each band moves the pages that lie outside its target to free places inside it.
+A boundary between two bands shifts one way only, so at each boundary at most one neighbour must vacate first: the
+order has no cycle, needs no scratch space, and is at most one wave a band. Sources and destinations of a wave are
+disjoint, so it runs as one launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from torch_uma.band import Band, PageArray
+from torch_uma.placement import Span
+
+
+class Wave(NamedTuple):
+    """Pages of one sub-pool that move at once, `sources[i]` to `destinations[i]`; ascending: runs stay whole."""
+
+    index: int
+    sources: PageArray
+    destinations: PageArray
+
+
+class MovePlan(NamedTuple):
+    """Waves to run in this order, after every band has given up its free pages outside its target."""
+
+    waves: tuple[Wave, ...]
+    targets: tuple[Span, ...]
+
+
+def num_outside(band: Band, target: Span) -> int:
+    """How many pages of the band lie outside the target, and so have to move."""
+    start, end = target
+    return band.count_held(band.low, min(band.high, start)) + band.count_held(max(band.low, end), band.high)
+
+
+def trimmed(band: Band, target: Span) -> Span:
+    """Today's span without its free pages outside the target."""
+    occupied, base = band.tables.occupied_bytes, band.base
+    low, high = band.span
+    start, end = target
+    if low < start:
+        first = occupied.find(1, base + low, base + min(start, high))
+        low = min(start, high) if first < 0 else first - base
+    if high > end:
+        last = occupied.rfind(1, base + max(end, low), base + high)
+        high = max(end, low) if last < 0 else last - base + 1
+    return (low, high)
+
+
+def plan_moves(bands: Sequence[Band], targets: Sequence[Span]) -> MovePlan:
+    """The waves that bring every band into its target; targets hold all held pages and reach over the pinned ones."""
+    moving = {band.index: wave for band, target in zip(bands, targets) if (wave := _wave(band, target)) is not None}
+    return MovePlan(tuple(moving[k] for k in _order(bands, targets, moving)), tuple(targets))
+
+
+def pack(band: Band, pin: Span | None, budget_pages: int) -> tuple[Wave, Span] | None:
+    """Move at most `budget_pages` pages into the band's own holes, to shrink its span; None if that gains nothing.
+
+    An end is packed towards its end of the arena, a float towards the side that costs fewer moves.
+    """
+    if not band.num_holes or budget_pages <= 0:
+        return None
+    low, high = band.span
+    held = band.num_held
+    down_target = (low, max(low + held, pin[1] if pin else 0))
+    up_target = (min(high - held, pin[0] if pin else high), high)
+    grows = band.grid.grows
+    towards_low = grows == "up" or (grows == "float" and num_outside(band, down_target) <= num_outside(band, up_target))
+    start, end = down_target if towards_low else up_target
+    occupied = band.tables.occupied[band.base : band.base + high]
+    holes = np.sort(band.hole_pages())
+    if towards_low:
+        sources = (np.flatnonzero(occupied[end:high]) + end)[-budget_pages:].astype(np.int32)
+        if len(sources) == budget_pages:
+            end = int(sources[0])
+        destinations = holes[: len(sources)]
+    else:
+        sources = (np.flatnonzero(occupied[low:start]) + low)[:budget_pages].astype(np.int32)
+        if len(sources) == budget_pages:
+            start = int(sources[-1]) + 1
+        destinations = holes[len(holes) - len(sources) :]
+    if (start, end) == (low, high):
+        return None
+    return Wave(band.index, sources, destinations), (start, end)
+
+
+def _wave(band: Band, target: Span) -> Wave | None:
+    low, high = band.span
+    start, end = target
+    occupied = band.tables.occupied[band.base : band.base + band.grid.num_pages]
+    below = np.flatnonzero(occupied[low : min(high, start)]) + low
+    above = np.flatnonzero(occupied[max(low, end) : high]) + max(low, end)
+    count = len(below) + len(above)
+    if not count:
+        return None
+    # Pages new to the span first, nearest to the pages that stay: they are consecutive, so runs stay whole.
+    fresh_above = np.arange(max(high, start), end, dtype=np.int32)[:count]
+    fresh_below = np.arange(start, min(low, end), dtype=np.int32)
+    fresh_below = fresh_below[max(0, len(fresh_below) - (count - len(fresh_above))) :]
+    missing = count - len(fresh_above) - len(fresh_below)
+    places = [fresh_below, fresh_above]
+    if missing > 0:
+        holes = band.hole_pages()
+        holes = np.sort(holes[(holes >= start) & (holes < end)])
+        places.append(holes[-missing:] if band.grid.grows == "down" else holes[:missing])
+    sources = np.concatenate([below, above]).astype(np.int32)
+    destinations = np.sort(np.concatenate(places))
+    assert len(sources) == len(destinations), (band.span, target, len(sources), len(destinations))
+    return Wave(band.index, sources, destinations)
+
+
+def _order(bands: Sequence[Band], targets: Sequence[Span], moving: dict[int, Wave]) -> list[int]:
+    """The moving bands in an order in which each finds its target vacated by its neighbours."""
+    present = [band for band in bands if band.num_held]
+    spans = {band.index: trimmed(band, targets[band.index]) for band in present}
+    waits: dict[int, list[int]] = {index: [] for index in moving}
+    for lower, upper in zip(present, present[1:]):
+        below, above = lower.grid, upper.grid
+        lower_target_end = below.origin_bytes + targets[lower.index][1] * below.page_bytes
+        upper_target_start = above.origin_bytes + targets[upper.index][0] * above.page_bytes
+        if lower.index in moving and lower_target_end > above.origin_bytes + spans[upper.index][0] * above.page_bytes:
+            waits[lower.index].append(upper.index)
+        if upper.index in moving and upper_target_start < below.origin_bytes + spans[lower.index][1] * below.page_bytes:
+            waits[upper.index].append(lower.index)
+    order: list[int] = []
+
+    def visit(index: int) -> None:
+        for other in waits.get(index, ()):
+            if other in moving and other not in order:
+                visit(other)
+        if index not in order:
+            order.append(index)
+
+    for index in moving:
+        visit(index)
+    return order
