@@ -1,0 +1,66 @@
+"""Schemas of the ops, and what each runs: the plain torch reference, and its shapes for fake tensors.
+
+Only the uint8 arena, small tensors, names and integers cross an op's boundary; typed views are made inside, since
+compiled code loses writes through views of another dtype. An op mutates what its schema marks, returns fresh tensors and
+never waits for a device. Where it writes, a negative index is skipped, and an index that is named twice in one call gets
+one of the two values, no matter which. Dtypes that come in a list are names (`dtype_name`), since opcheck takes no list of
+dtypes.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from torch_uma.ops import reference
+
+SCHEMAS = (
+    "relocate(Tensor(a!) arena, Tensor src_pages, Tensor dst_pages, int origin_bytes, int page_bytes) -> ()",
+    "remap(Tensor(a!) table, Tensor index, Tensor values) -> ()",
+    "write_rows(Tensor(a!) arena, Tensor[] rows, Tensor entries, int origin_bytes, int entry_bytes,"
+    " int[] offsets_bytes, str[] dtypes, Tensor?[] scales) -> ()",
+    "gather_rows(Tensor arena, Tensor entries, int origin_bytes, int entry_bytes, int[] offsets_bytes, int[] widths,"
+    " str[] dtypes, ScalarType? out_dtype, Tensor?[] scales) -> Tensor[]",
+    "locate(Tensor page_table, Tensor v2p, Tensor rows, Tensor positions, int page_size, int tokens_per_entry)"
+    " -> Tensor",
+    "allocate(Tensor(a!) page_table, Tensor(b!) taken, Tensor stack, Tensor rows, Tensor lengths, int page_tokens)"
+    " -> ()",
+    "release(Tensor(a!) page_table, Tensor(b!) taken, Tensor(c!) stack, Tensor rows, Tensor old_lengths,"
+    " Tensor new_lengths, int page_tokens) -> ()",
+)
+
+
+def _nothing(*_: object) -> None:
+    """Shapes of an op that only writes."""
+
+
+def _gathered(
+    arena: Tensor,
+    entries: Tensor,
+    origin_bytes: int,
+    entry_bytes: int,
+    offsets_bytes: Sequence[int],
+    widths: Sequence[int],
+    dtypes: Sequence[str],
+    out_dtype: torch.dtype | None,
+    scales: Sequence[Tensor | None],
+) -> list[Tensor]:
+    return [
+        arena.new_empty((*entries.shape, width), dtype=out_dtype or reference.dtype_of(name))
+        for width, name in zip(widths, dtypes, strict=True)
+    ]
+
+
+def _located(
+    page_table: Tensor, v2p: Tensor, rows: Tensor, positions: Tensor, page_size: int, per_entry: int
+) -> Tensor:
+    return torch.empty_like(positions, dtype=torch.int64, memory_format=torch.contiguous_format)
+
+
+_FAKES: dict[str, Callable[..., object]] = {"gather_rows": _gathered, "locate": _located}
+
+_library = torch.library.Library("torch_uma", "DEF")
+for _schema in SCHEMAS:
+    _name = _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(_name, getattr(reference, _name), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"torch_uma::{_name}", _FAKES.get(_name, _nothing), lib=_library)
