@@ -16,19 +16,8 @@ from typing import Any, Literal
 import torch
 
 from torch_uma.errors import PlanError
-from torch_uma.layout import (
-    Chunk,
-    EntryLayout,
-    Full,
-    Layer,
-    Lifetime,
-    Memory,
-    PlacedRow,
-    Row,
-    State,
-    Window,
-    lay_out,
-)
+from torch_uma.kind import Kind, group
+from torch_uma.layout import EntryLayout, Layer, Lifetime, PlacedRow, State
 from torch_uma.memory import parse_bytes
 from torch_uma.placement import Grid, lowest_spans
 from torch_uma.summary import summarize
@@ -44,7 +33,8 @@ class SubPool:
 
     Physical page `p` is the bytes `[origin_bytes + p * page_bytes, origin_bytes + (p + 1) * page_bytes)`. The pages
     `[first_page, num_pages)` can be handed out; page 0 of an attention grid lies in the sink. `index` is the place of
-    the band in the arena, 0 the lowest. A page holds `page_size` entries, an entry `tokens_per_entry` tokens or a state.
+    the band in the arena, 0 the lowest. A page holds `page_size` entries, an entry `tokens_per_entry`
+    tokens or a state.
     """
 
     index: int
@@ -184,7 +174,7 @@ def plan(
     arena_bytes = parse_bytes(memory) // ARENA_ALIGNMENT_BYTES * ARENA_ALIGNMENT_BYTES
     if arena_bytes < ARENA_ALIGNMENT_BYTES:
         raise PlanError(f"memory={memory!r} is no room for an arena; give at least {ARENA_ALIGNMENT_BYTES} bytes")
-    kinds = _kinds_of(layers, page_size, pad_entries)
+    kinds = group(layers, page_size, pad_entries)
     result = _carve(kinds, arena_bytes, layers)
     if result.num_sequences(num_tokens) < 1:
         needed_bytes = _needed_bytes(kinds, layers, result.bytes_per_sequence(num_tokens), num_tokens)
@@ -193,46 +183,6 @@ def plan(
             "give more memory, fewer tokens or a smaller page_size"
         )
     return result
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Kind:
-    """A sub-pool before it has a place."""
-
-    lifetime: Lifetime
-    tokens_per_entry: int
-    page_size: int
-    layout: EntryLayout
-
-    @property
-    def page_bytes(self) -> int:
-        return self.page_size * self.layout.entry_bytes
-
-    @property
-    def name(self) -> str:
-        match self.lifetime:
-            case State():
-                return "state"
-            case Window(num_tokens):
-                name = f"window_{num_tokens}"
-            case Chunk(num_tokens):
-                name = f"chunk_{num_tokens}"
-            case Full():
-                name = "full"
-        return name if self.tokens_per_entry == 1 else f"{name}_per{self.tokens_per_entry}"
-
-    @property
-    def band_order(self) -> tuple[float, ...]:
-        """Sort key from the low end up: state, windows from the longest, full from the fewest bytes a token."""
-        match self.lifetime:
-            case State():
-                return (0,)
-            case Full():
-                return (2, self.layout.entry_bytes / self.tokens_per_entry, self.tokens_per_entry)
-            case Window(num_tokens):
-                return (1, -num_tokens, 0, self.tokens_per_entry)
-            case Chunk(num_tokens):
-                return (1, -num_tokens, 1, self.tokens_per_entry)
 
 
 def _layers_of(source: Any, dtype: torch.dtype | None) -> tuple[Layer, ...]:
@@ -263,36 +213,7 @@ def _check_shares(layers: tuple[Layer, ...]) -> None:
             raise PlanError(f"layer {index} shares layer {layer.shares}, which stores nothing; name one that does")
 
 
-def _kinds_of(layers: tuple[Layer, ...], page_size: int, pad_entries: bool) -> list[_Kind]:
-    """Group the layers' rows into kinds, in band order."""
-    grouped: dict[tuple[Lifetime, int], list[tuple[int, Row]]] = {}
-    for index, layer in enumerate(layers):
-        for memory in layer.memories:
-            rows = grouped.setdefault((memory.lifetime, memory.tokens_per_entry), [])
-            _check_names(rows, index, memory)
-            rows.extend((index, row) for row in memory.rows)
-    if not grouped:
-        raise PlanError("no layer stores anything, so there is nothing to plan for")
-    kinds = [
-        _Kind(
-            lifetime=lifetime,
-            tokens_per_entry=tokens_per_entry,
-            page_size=1 if isinstance(lifetime, State) else page_size,
-            layout=lay_out(rows, pad_entry=pad_entries),
-        )
-        for (lifetime, tokens_per_entry), rows in grouped.items()
-    ]
-    return sorted(kinds, key=lambda kind: kind.band_order)
-
-
-def _check_names(rows: list[tuple[int, Row]], index: int, memory: Memory) -> None:
-    taken = {row.name for layer, row in rows if layer == index}
-    twice = sorted(taken & {row.name for row in memory.rows})
-    if twice:
-        raise PlanError(f"layer {index} stores {twice} twice with the lifetime {memory.lifetime}; rename the rows")
-
-
-def _carve(kinds: list[_Kind], arena_bytes: int, layers: tuple[Layer, ...]) -> Plan:
+def _carve(kinds: list[Kind], arena_bytes: int, layers: tuple[Layer, ...]) -> Plan:
     """Fix the grids: each origin suits the end of the arena that its band grows from, since views never change."""
     growth = _growth(kinds)
     sink_bytes = 0
@@ -328,14 +249,14 @@ def _carve(kinds: list[_Kind], arena_bytes: int, layers: tuple[Layer, ...]) -> P
     return Plan(subpools=tuple(subpools), arena_bytes=arena_bytes, sink_bytes=sink_bytes, layers=layers)
 
 
-def _growth(kinds: list[_Kind]) -> list[Growth]:
+def _growth(kinds: list[Kind]) -> list[Growth]:
     if len(kinds) == 1:
         return ["up" if isinstance(kinds[0].lifetime, State) else "down"]
     floats: list[Growth] = ["float"] * (len(kinds) - 2)
     return ["up", *floats, "down"]
 
 
-def _needed_bytes(kinds: list[_Kind], layers: tuple[Layer, ...], sequence_bytes: int, num_tokens: int) -> int:
+def _needed_bytes(kinds: list[Kind], layers: tuple[Layer, ...], sequence_bytes: int, num_tokens: int) -> int:
     """An arena size at which one sequence of `num_tokens` tokens fits and a step smaller does not."""
     # The grids cost the sink, less than two pages of one kind, and less than a page between any two bands.
     grid_bytes = 3 * sum(kind.page_bytes for kind in kinds)

@@ -17,7 +17,7 @@ _COLUMNS = (
     "page bytes",
     "origin",
     "pages",
-    "bytes/token",
+    "token bytes",
 )
 _LENGTHS = (256, 1536, 4608, 17408)
 
