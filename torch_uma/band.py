@@ -238,9 +238,13 @@ class Band:
         if self.low == self.high:
             self.low = self.high = low
         assert low <= self.low and self.high <= high, (self.span, low, high)
-        if high > self.high:
+        if high == self.high + 1:
+            self.push_hole(self.high)
+        elif high > self.high:
             self.push_holes(np.arange(high - 1, self.high - 1, -1, dtype=np.int32))
-        if low < self.low:
+        if low == self.low - 1:
+            self.push_hole(low)
+        elif low < self.low:
             self.push_holes(np.arange(low, self.low, dtype=np.int32))
         self.low, self.high = low, high
 
@@ -251,10 +255,11 @@ class Band:
             assert not self.num_held
             low = high = self.low
         hole_at, base = self.tables.hole_at, self.base
-        dropped = (low - self.low) + (self.high - high)
-        hole_at[base + self.low : base + low] = NO_PAGE
-        hole_at[base + high : base + self.high] = NO_PAGE
-        self.num_holes -= dropped
+        if low > self.low:
+            hole_at[base + self.low : base + low] = NO_PAGE
+        if high < self.high:
+            hole_at[base + high : base + self.high] = NO_PAGE
+        self.num_holes -= low - self.low + self.high - high
         self.low, self.high = (low, high) if low < high else EMPTY
         if not self.num_holes:
             self.top = 0

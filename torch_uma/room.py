@@ -66,16 +66,11 @@ class Room:
     # Ask
 
     def quote(self, demand: Sequence[int]) -> Quote:
-        for band, count in zip(self.bands, demand):
-            if count > band.num_holes:
-                break
-        else:
+        if self._fits_in_place(demand):
             return Quote(tuple(demand), "in_place")
         solution = self.solve(demand)
         if solution is None:
             return self._refusal(demand)
-        if solution.how == "in_place":
-            return Quote(tuple(demand), "in_place")
         move_bytes = sum(
             num_outside(band, target) * band.grid.page_bytes for band, target in zip(self.bands, solution.targets)
         )
@@ -107,6 +102,36 @@ class Room:
             return Solution("compact", targets)
         targets = target_spans(self.grids, counts, pins, spans, wishes)
         return None if targets is None else Solution("redistribute", targets)
+
+    def _fits_in_place(self, demand: Sequence[int]) -> bool:
+        """`lowest_spans` with all spans as pins, written out: the question that is asked most."""
+        edge_bytes = 0
+        for band, count in zip(self.bands, demand):
+            origin, page_bytes, first, last, grows = band.grid
+            low, high = band.low, band.high
+            missing = count - band.num_holes
+            if missing <= 0:
+                if high:
+                    if origin + low * page_bytes < edge_bytes:
+                        return False
+                    edge_bytes = origin + high * page_bytes
+                continue
+            if grows == "down":
+                return origin + (last - (high - low) - missing) * page_bytes >= max(
+                    edge_bytes, origin + first * page_bytes
+                )
+            start = -((origin - edge_bytes) // page_bytes)
+            if start < first:
+                start = first
+            if high and start > low:
+                return False
+            end = start + high - low + missing
+            if end < high:
+                end = high
+            if end > last:
+                return False
+            edge_bytes = origin + end * page_bytes
+        return True
 
     def fresh_runs(self, demand: Sequence[int], runs: Collection[int]) -> tuple[list[Span] | None, set[int]]:
         """In-place targets under which the sub-pools in `runs` get a run at a frontier, and those that need one."""
