@@ -334,16 +334,16 @@ class Allocator:
                 band.retract(*trimmed(band, target))
         for wave in plan.waves:
             self._run(wave)
-            self.bands[wave.index].retract(*plan.targets[wave.index])
+            self.bands[wave.subpool].retract(*plan.targets[wave.subpool])
 
     def _run(self, wave: Wave) -> None:
         """Move the pages of one wave, bytes first: if the mover fails, the books still say where the content is."""
-        band, tables = self.bands[wave.index], self.tables
+        band, tables = self.bands[wave.subpool], self.tables
         sources, destinations = wave.sources, wave.destinations
         if not len(sources):
             return
         if self.mover is not None:
-            self.mover(wave.index, sources, destinations)
+            self.mover(wave.subpool, sources, destinations)
         low, high = min(band.low, int(destinations.min())), max(band.high, int(destinations.max()) + 1)
         if (low, high) != band.span:
             band.extend(low, high)

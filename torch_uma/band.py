@@ -54,10 +54,10 @@ class PageTables:
         self.hole_at = np.full(total, NO_PAGE, np.int32)
         self.kind = np.repeat(np.arange(len(grid_lengths), dtype=np.uint8), grid_lengths)
         # Views that hand out Python ints: a scalar read costs a third of numpy's.
-        self.v2p_cells = memoryview(self.v2p)
-        self.owner_cells = memoryview(self.owner)
-        self.hole_cells = memoryview(self.hole_at)
-        self.kind_cells = memoryview(self.kind)
+        self.v2p_cells = self.v2p.data
+        self.owner_cells = self.owner.data
+        self.hole_cells = self.hole_at.data
+        self.kind_cells = self.kind.data
 
 
 class Band:
@@ -201,7 +201,8 @@ class Band:
         entries = self.holes[: self.top]
         if self.num_holes == self.top:
             return entries
-        return entries[self.tables.hole_at[self.base + entries] == np.arange(self.top, dtype=np.int32)]
+        valid: PageArray = entries[self.tables.hole_at[self.base + entries] == np.arange(self.top, dtype=np.int32)]
+        return valid
 
     def claim_holes(self, pages: PageArray) -> None:
         """Take these holes, wherever they stand in the stack."""

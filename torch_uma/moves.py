@@ -20,7 +20,7 @@ from torch_uma.placement import Span
 class Wave(NamedTuple):
     """Pages of one sub-pool that move at once, `sources[i]` to `destinations[i]`; ascending: runs stay whole."""
 
-    index: int
+    subpool: int
     sources: PageArray
     destinations: PageArray
 
