@@ -142,12 +142,12 @@ class Allocator:
         A leased page dies at once as an id and becomes free when its last lease ends. Raises PageError for a dead id,
         an id named twice, a sentinel, the sink or an id of another sub-pool, and then nothing has changed.
         """
-        count = len(pages)
+        ids = self._as_ids(pages)
+        count = len(ids)
         if count <= SCALAR_PAGES:
-            self._release_few([int(page) for page in pages], subpool)
+            self._release_few(ids.tolist(), subpool)
             return
         tables = self.tables
-        ids = np.ascontiguousarray(pages, np.int32)
         places = self.places(ids, subpool)
         kinds = tables.kind[ids]
         if (kinds[1:] < kinds[:-1]).any():
@@ -241,7 +241,7 @@ class Allocator:
 
         Raises PageError for ids that are not live, LeaseError for no pages.
         """
-        ids = np.ascontiguousarray(pages, np.int32)
+        ids = self._as_ids(pages)
         return self.ledger.open(ids, self.places(ids, None), user)
 
     def poll(self) -> int:
@@ -372,6 +372,17 @@ class Allocator:
             band.num_quarantined -= len(mine)
             band.push_holes((mine - band.base).astype(np.int32))
             band.pull_back()
+
+    def _as_ids(self, pages: npt.NDArray[np.integer] | Sequence[int]) -> PageArray:
+        """The ids as int32, refusing what would change on the way."""
+        ids = np.asarray(pages)
+        if ids.dtype == np.int32 and ids.ndim == 1:
+            return ids
+        if ids.ndim != 1 or (ids.dtype.kind not in "iu" and ids.size):
+            raise PageError(f"page ids are a flat list of whole numbers, not {ids.dtype} of shape {ids.shape}")
+        if ids.size and not (0 <= ids.min() and ids.max() < self.id_base[-1]):
+            raise PageError(self._explain(ids, None))
+        return ids.astype(np.int32)
 
     def _check_demand(self, demand: Sequence[int]) -> None:
         if len(demand) != len(self.bands) or any(count < 0 for count in demand):

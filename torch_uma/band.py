@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from torch_uma.errors import PlanError
 from torch_uma.placement import EMPTY, Grid, Span
 
 PageArray = npt.NDArray[np.int32]
@@ -44,7 +45,7 @@ class PageTables:
             self.base.append(self.base[-1] + length)
         total = self.base[-1]
         if total >= 1 << 31:
-            raise ValueError(
+            raise PlanError(
                 f"{total:,} pages over all sub-pools do not fit 32-bit page ids; a larger page size would help"
             )
         self.v2p = np.full(total, NO_PAGE, np.int32)
