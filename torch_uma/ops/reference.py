@@ -38,6 +38,11 @@ def dtype_of(name: str) -> torch.dtype:
     return dtype
 
 
+def on_host(tensor: Tensor) -> bool:
+    """Whether the numbers of `tensor` can be read without waiting for a device."""
+    return tensor.device.type == "cpu"
+
+
 def relocate(arena: Tensor, src_pages: Tensor, dst_pages: Tensor, origin_bytes: int, page_bytes: int) -> None:
     """Copy page `src_pages[i]` over page `dst_pages[i]` of the grid that starts at `origin_bytes`.
 
@@ -48,7 +53,7 @@ def relocate(arena: Tensor, src_pages: Tensor, dst_pages: Tensor, origin_bytes: 
     picks = _Picks.of(src_pages, dst_pages)
     if picks is not None:
         src_pages, dst_pages = picks.index(src_pages), picks.index(dst_pages)
-    if arena.device.type == "cpu":
+    if on_host(arena):
         _copy_pages(arena, src_pages, dst_pages, origin_bytes, page_bytes)
     else:
         pages = _strided(arena, origin_bytes, page_bytes, 0, page_bytes)
@@ -91,6 +96,8 @@ def write_rows(
     for values, offset_bytes, name, scale in zip(rows, offsets_bytes, dtypes, scales, strict=True):
         dtype = dtype_of(name)
         width = values.numel() // num_entries
+        if width == 0:
+            continue
         stored = _encode(values.reshape(*entries.shape, width), dtype, scale).reshape(num_entries, width)
         target = _strided(arena, origin_bytes, entry_bytes, offset_bytes, width * dtype.itemsize)
         lanes = stored.contiguous().view(target.dtype)
@@ -117,12 +124,15 @@ def gather_rows(
     """
     index = entries.reshape(-1)
     absent = None
-    if arena.device.type != "cpu" or (index.numel() and index.amin() < 0):
+    if not on_host(index) or (index.numel() and index.amin() < 0):
         absent = (index < 0).unsqueeze(1)
         index = index.clamp(min=0)
     gathered = []
     for offset_bytes, width, name, scale in zip(offsets_bytes, widths, dtypes, scales, strict=True):
         dtype = dtype_of(name)
+        if width == 0:
+            gathered.append(arena.new_empty((*entries.shape, 0), dtype=out_dtype or dtype))
+            continue
         lanes = _strided(arena, origin_bytes, entry_bytes, offset_bytes, width * dtype.itemsize).index_select(0, index)
         result = _decode(lanes.view(dtype).view(*entries.shape, width), out_dtype or dtype, scale)
         if absent is not None:
@@ -207,13 +217,13 @@ class _Picks:
     @classmethod
     def of(cls, *indices: Tensor) -> _Picks | None:
         """Picks of the places where no index is negative; None if these are known to be all."""
-        on_host = indices[0].device.type == "cpu"
-        if on_host and all(index.amin() >= 0 for index in indices):
+        readable = on_host(indices[0])
+        if readable and all(index.amin() >= 0 for index in indices):
             return None
         valid = indices[0] >= 0
         for index in indices[1:]:
             valid &= index >= 0
-        if on_host:
+        if readable:
             return cls(valid.nonzero().squeeze(1), None)
         first_valid = valid.to(torch.uint8).argmax()
         places = torch.arange(len(valid), device=valid.device)
@@ -257,7 +267,7 @@ def _copy_pages(arena: Tensor, src_pages: Tensor, dst_pages: Tensor, origin_byte
     src_bytes = (src[starts] * page_bytes + origin_bytes).tolist()
     dst_bytes = (dst[starts] * page_bytes + origin_bytes).tolist()
     run_bytes = (np.diff(starts, append=len(src)) * page_bytes).tolist()
-    data = memoryview(arena.numpy())
+    data = arena.numpy().data
     for source, target, num_bytes in zip(src_bytes, dst_bytes, run_bytes, strict=True):
         data[target : target + num_bytes] = data[source : source + num_bytes]
 
@@ -285,8 +295,9 @@ def _num_pages(lengths: Tensor, page_tokens: int) -> Tensor:
 
 def _prefix(mask: Tensor) -> tuple[Tensor, Tensor]:
     """How many are set, and how many are set before each: the same on every run, unlike an atomic counter."""
-    inclusive = mask.cumsum(0)
-    return inclusive[-1], inclusive - mask
+    counts = mask.long()
+    inclusive = counts.cumsum(0)
+    return inclusive[-1], inclusive - counts
 
 
 def _add_where(mask: Tensor, target: Tensor, index: tuple[Tensor, ...], values: Tensor) -> None:

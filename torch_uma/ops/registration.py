@@ -1,10 +1,9 @@
 """Schemas of the ops, and what each runs: the plain torch reference, and its shapes for fake tensors.
 
 Only the uint8 arena, small tensors, names and integers cross an op's boundary; typed views are made inside, since
-compiled code loses writes through views of another dtype. An op mutates what its schema marks, returns fresh tensors and
-never waits for a device. Where it writes, a negative index is skipped, and an index that is named twice in one call gets
-one of the two values, no matter which. Dtypes that come in a list are names (`dtype_name`), since opcheck takes no list of
-dtypes.
+compiled code loses writes through views of another dtype. An op mutates what its schema marks, returns fresh tensors
+and never waits for a device. Where it writes, a negative index is skipped, and an index that is named twice in one call
+gets one of the two values, no matter which. Dtypes in a list go by name (`dtype_name`): opcheck takes no list of them.
 """
 
 from collections.abc import Callable, Sequence
