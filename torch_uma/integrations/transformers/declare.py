@@ -1,15 +1,233 @@
-"""Read from a transformers model or config what each of its layers stores."""
+"""What each layer of a transformers model stores, read from its config and from a forward on the meta device.
+
+A config says how long a layer's entries are needed; only the model's code knows the shapes and dtypes of keys, latents
+and states. So a throw-away copy without weights runs a few tokens, and what it left in the cache is measured. This is
+the only file that knows the names in transformers' configs.
+"""
 
 from __future__ import annotations
 
+import copy
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.fx.experimental import _config as fx_config
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    DynamicCache,
+    PreTrainedConfig,
+)
+from transformers.cache_utils import get_layer_types_and_kwargs
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_MAPPING,
+)
 
 from torch_uma.errors import PlanError
-from torch_uma.layout import Layer
+from torch_uma.layout import Chunk, Full, Layer, Lifetime, Memory, Row, State, Window
+
+_ATTENTION_KINDS: dict[str, Callable[..., Lifetime]] = {
+    "full_attention": Full,
+    "indexed_attention": Full,
+    "hybrid": Full,
+    "sliding_attention": Window,
+    "hybrid_sliding": Window,
+    "chunked_attention": Chunk,
+}
+_OTHER_KINDS = ("linear_attention", "conv", "dummy")
+_CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
+_NUM_TOKENS = 3
 
 
 def declare(model_or_config: Any, *, dtype: torch.dtype | None = None) -> tuple[Layer, ...]:
-    """Layers of a transformers model or config; `dtype` is that of its activations where the config does not say it."""
-    raise PlanError(f"cannot read what {type(model_or_config).__name__} stores")
+    """Layers of a transformers model or config, in the order of its cache.
+
+    `dtype` is the dtype of the activations; without it, that of the model's parameters or the one named by the config.
+    Rows of a token are `k` and `v` [kv_heads, head_dim], `latent` and `rope_key` [1, width], `index_key` [width]; those
+    of a sequence are `conv` [channels, kernel] and `recurrent` [...], then `conv_1`, `recurrent_1`, ... if there are more.
+    Raises PlanError for a config without layers, for kinds of layers that are not known, and for models that keep what
+    they remember outside the cache. Nothing is allocated, and the model is neither run nor changed.
+    """
+    config = _text_config(model_or_config)
+    kinds, lifetimes = _kinds(config)
+    cache = _run(_weightless(model_or_config, dtype), config, kinds, lifetimes)
+    layers = [_layer(layer) for layer in cache.layers]
+    if not any(layer.memories for layer in layers):
+        raise PlanError(f"{config.model_type} left nothing in the cache: it keeps what it remembers elsewhere")
+    for index, kind in enumerate(kinds):
+        if kind == "dummy":
+            layers[index] = Layer(shares=_producer(config, index), name=kind)
+    return tuple(layers)
+
+
+class _FirstForward(DynamicCache):
+    """A cache before the first token, whose lengths are known also without attention layers."""
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return query_length, 0
+
+
+def _text_config(model_or_config: Any) -> PreTrainedConfig:
+    config = getattr(model_or_config, "config", model_or_config)
+    if not isinstance(config, PreTrainedConfig):
+        raise PlanError(f"a transformers model or config, or a list of Layer, was expected, but not {type(config)}")
+    if config.is_encoder_decoder:
+        raise PlanError(f"{config.model_type} has an encoder; only decoder-only models can be planned")
+    return config.get_text_config(decoder=True)
+
+
+def _kinds(config: PreTrainedConfig) -> tuple[list[str], list[Lifetime | None]]:
+    """Per layer, transformers' name for its kind and the lifetime of its keys and values, None if it has none."""
+    if not getattr(config, "num_hidden_layers", 0):
+        raise PlanError(f"the config of {config.model_type} has no layers")
+    kinds, options = get_layer_types_and_kwargs(config)
+    unknown = sorted(set(kinds) - set(_ATTENTION_KINDS) - set(_OTHER_KINDS))
+    if unknown:
+        known = ", ".join([*_ATTENTION_KINDS, *_OTHER_KINDS])
+        raise PlanError(f"{config.model_type} has layers of the unknown kinds {unknown}; known are {known}")
+    return kinds, [_lifetime(kind, option.get("sliding_window")) for kind, option in zip(kinds, options, strict=True)]
+
+
+def _lifetime(kind: str, num_tokens: int | None) -> Lifetime | None:
+    make = _ATTENTION_KINDS.get(kind)
+    if make is None:
+        return None
+    if make is Full:
+        return Full()
+    if num_tokens is None:
+        raise PlanError(f"the config has {kind} layers, but does not say how many tokens they see")
+    return make(num_tokens)
+
+
+def _weightless(model_or_config: Any, dtype: torch.dtype | None) -> Any:
+    """The text decoder on the meta device, without weights."""
+    options: dict[str, Any] = {"attn_implementation": "eager"}
+    with torch.device("meta"):
+        if isinstance(model_or_config, PreTrainedConfig):
+            text_config = model_or_config.get_text_config(decoder=True)
+            options["dtype"] = dtype or text_config.dtype or model_or_config.dtype
+            auto, config = _auto_class(model_or_config, text_config)
+            decoder = auto.from_config(copy.deepcopy(config), **options).get_decoder()
+        else:
+            original = model_or_config.get_decoder()
+            options["dtype"] = dtype or original.dtype
+            decoder = type(original)._from_config(copy.deepcopy(original.config), **options)
+            if dtype is None:
+                _adopt_dtypes(decoder, original)
+    for module in decoder.modules():
+        # Routing depends on values, which meta tensors lack; what experts return has the shape of what they are given.
+        if type(module).__name__.endswith("Experts"):
+            module.forward = _first_argument
+    return decoder.eval()
+
+
+def _auto_class(config: PreTrainedConfig, text_config: PreTrainedConfig) -> tuple[Any, PreTrainedConfig]:
+    """The smallest registered model that contains the decoder, and its config."""
+    if type(text_config) in MODEL_MAPPING:
+        return AutoModel, text_config
+    if type(text_config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return AutoModelForCausalLM, text_config
+    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return AutoModelForImageTextToText, config
+    raise PlanError(f"transformers has no language model for {type(config).__name__}; give the model, not its config")
+
+
+def _adopt_dtypes(decoder: torch.nn.Module, original: torch.nn.Module) -> None:
+    """Give parameters the dtypes they have in `original`, which may keep some in float32."""
+    dtypes = {name: parameter.dtype for name, parameter in original.named_parameters()}
+    for name, parameter in decoder.named_parameters():
+        dtype = dtypes.get(name, parameter.dtype)
+        # Weights stored in a byte or less are quantised: their dtype is not that of the activations.
+        if dtype.is_floating_point and dtype.itemsize > 1:
+            parameter.data = parameter.data.to(dtype)
+
+
+def _first_argument(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return hidden_states
+
+
+def _run(decoder: Any, config: PreTrainedConfig, kinds: list[str], lifetimes: list[Lifetime | None]) -> DynamicCache:
+    """The cache after a first forward; its layers carry `kind`, `lifetime` and `latent_width`."""
+    parameters = inspect.signature(decoder.forward).parameters
+    argument = next((name for name in _CACHE_ARGUMENTS if name in parameters), None)
+    if argument is None:
+        raise PlanError(f"{config.model_type} takes no cache: it keeps what it remembers elsewhere")
+    cache = _FirstForward(config=config)
+    layers: list[Any] = cache.layers
+    for layer, kind, lifetime, layer_config in zip(layers, kinds, lifetimes, config.per_layer_config, strict=True):
+        # Noted on the layer itself, since looped models append copies of layers.
+        layer.kind, layer.lifetime = kind, lifetime
+        layer.latent_width = getattr(layer_config, "kv_lora_rank", None)
+    tokens = torch.zeros((1, _NUM_TOKENS), dtype=torch.long, device="meta")
+    # Where a shape depends on values, take them as nonzero.
+    assume = fx_config.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]
+    try:
+        with torch.no_grad(), assume:
+            decoder(input_ids=tokens, use_cache=True, **{argument: cache})
+    except Exception as error:
+        raise PlanError(
+            f"{config.model_type} does not run on the meta device with transformers' DynamicCache, so what it stores "
+            f"is unknown; give a sequence of torch_uma.Layer instead ({type(error).__name__}: {error})"
+        ) from error
+    return cache
+
+
+def _layer(layer: Any) -> Layer:
+    """What one layer of the cache holds after the forward."""
+    memories = []
+    states = _state_rows(layer)
+    if states:
+        memories.append(Memory(lifetime=State(), rows=states))
+    tokens = _token_rows(layer)
+    if tokens:
+        memories.append(Memory(lifetime=layer.lifetime, rows=tokens))
+    return Layer(memories=tuple(memories), name=layer.kind)
+
+
+def _state_rows(layer: Any) -> tuple[Row, ...]:
+    rows = []
+    for name in ("conv", "recurrent"):
+        for index, state in getattr(layer, f"{name}_states", {}).items():
+            if state is not None:
+                rows.append(_row(f"{name}_{index}" if index else name, state.shape[1:], state.dtype))
+    return tuple(rows)
+
+
+def _token_rows(layer: Any) -> tuple[Row, ...]:
+    rows = []
+    keys: torch.Tensor | None = getattr(layer, "keys", None)
+    if keys is not None:
+        # An MLA layer stores the compressed latent and the rotary key that all heads share.
+        is_latent = tuple(keys.shape[1::2]) == (1, layer.latent_width)
+        names = ("latent", "rope_key") if is_latent else ("k", "v")
+        for name, tensor in zip(names, (keys, layer.values), strict=True):
+            rows.append(_row(name, tensor.shape[1::2], tensor.dtype))
+    index_keys: torch.Tensor | None = getattr(layer, "indexer_keys", None)
+    if index_keys is not None:
+        rows.append(_row("index_key", index_keys.shape[2:], index_keys.dtype))
+    return tuple(rows)
+
+
+def _row(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Row:
+    return Row(name=name, shape=tuple(shape), dtype=dtype)
+
+
+def _producer(config: PreTrainedConfig, index: int) -> int | None:
+    """The layer whose keys and values layer `index` uses, None if it uses none or those of another model."""
+    modes = getattr(config, "kv_sharing_modes", None)
+    if modes is None or modes[index] != "reuse":
+        return None
+    sources = getattr(config, "kv_source_layers", None)
+    if sources is not None:
+        return int(sources[index])
+    kinds = config.layer_types
+    stores = [layer for layer, mode in enumerate(modes) if mode == "store" and kinds[layer] == kinds[index]]
+    return stores[-1] if stores else None
