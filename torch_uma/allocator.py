@@ -15,11 +15,12 @@ import numpy.typing as npt
 
 from torch_uma.audit import audit
 from torch_uma.band import NO_PAGE, Band, PageArray, PageTables
-from torch_uma.errors import OutOfMemory, PageError
+from torch_uma.errors import PageError
 from torch_uma.ledger import Lease, Ledger, PlaceArray
 from torch_uma.moves import MovePlan, Wave, pack, plan_moves, trimmed
 from torch_uma.placement import Quote, Span
 from torch_uma.plan import Plan
+from torch_uma.refusal import named_twice, out_of_memory, unusable_ids
 from torch_uma.room import Room
 from torch_uma.stats import Stats, arena_stats
 
@@ -158,7 +159,7 @@ class Allocator:
         if not (tables.hole_at[places] == marks).all():
             tables.hole_at[places] = NO_PAGE
             raise PageError(
-                f"release of {count} pages names some of them twice: {_named_twice(ids)}; name each page once"
+                f"release of {count} pages names some of them twice: {named_twice(ids)}; name each page once"
             )
         pages_of = tables.v2p[ids]
         tables.v2p[ids] = NO_PAGE
@@ -302,7 +303,7 @@ class Allocator:
             places.append(place)
         if len(pages) > 1 and len(set(pages)) < len(pages):
             raise PageError(
-                f"release of {len(pages)} pages names some of them twice: {sorted(pages)}; name each page once"
+                f"release of {len(pages)} pages names some of them twice: {named_twice(np.array(pages))}; name each page once"
             )
         leases = self.ledger.leases
         for page, place in zip(pages, places):
@@ -323,7 +324,7 @@ class Allocator:
         """Targets under which the demand fits, after the moves that it takes."""
         solution = self.room.solve(demand)
         if solution is None:
-            raise self._out_of_memory(self.room.quote(demand))
+            raise out_of_memory(self.plan, self.stats().free_bytes, self.room.quote(demand))
         if solution.how != "in_place":
             self._apply(plan_moves(self.bands, solution.targets))
         return solution.targets
@@ -380,7 +381,7 @@ class Allocator:
             return ids
         if ids.ndim != 1 or (ids.dtype.kind not in "iu" and ids.size):
             raise PageError(f"page ids are a flat list of whole numbers, not {ids.dtype} of shape {ids.shape}")
-        if ids.size and not (0 <= ids.min() and ids.max() < self.id_base[-1]):
+        if ids.size and not (ids.min() >= 0 and ids.max() < self.id_base[-1]):
             raise PageError(self._explain(ids, None))
         return ids.astype(np.int32)
 
@@ -389,39 +390,5 @@ class Allocator:
             names = ", ".join(self.room.names)
             raise PageError(f"a demand is one number of pages, 0 or more, for each of {names}; got {tuple(demand)}")
 
-    def _out_of_memory(self, quote: Quote) -> OutOfMemory:
-        wanted = ", ".join(f"{count} of {name}" for name, count in zip(self.room.names, quote.demand) if count)
-        help_by = [f"{pages} of {name}" for name, pages in (quote.relief or {}).items() if pages is not None]
-        if not quote.fits_empty:
-            advice = "it would not fit an empty arena: ask for less, or give the arena more memory"
-        elif help_by:
-            advice = f"releasing pages would help: {' or '.join(help_by)}"
-        else:
-            advice = "no release of one kind alone would help while so many pages are leased or in open steps"
-        free_bytes = self.stats().free_bytes
-        return OutOfMemory(
-            f"asked for pages ({wanted}), {quote.binding} does not fit; {free_bytes:,} of {self.plan.arena_bytes:,} "
-            f"bytes are free; {advice}",
-            quote,
-        )
-
     def _explain(self, ids: npt.NDArray[np.integer], subpool: int | None) -> str:
-        """Say what is wrong with the first id that cannot be used."""
-        tables, num_ids = self.tables, self.id_base[-1]
-        for page in ids.tolist():
-            if not 0 <= page < num_ids:
-                return f"page {page} is no page id; ids of this arena are 0 to {num_ids - 1}"
-            kind = tables.kind_cells[page]
-            name = self.room.names[kind]
-            if page - self.id_base[kind] < self.bands[kind].first_page:
-                return f"page {page} is the sink of {name!r}; it is never handed out and cannot be given back"
-            if tables.v2p_cells[page] < 0:
-                return f"page {page} of {name!r} is not live; was it released before?"
-            if subpool is not None and kind != subpool:
-                return f"page {page} is one of {name!r}, not of {self.room.names[subpool]!r}"
-        return "pages are not those of this arena"
-
-
-def _named_twice(ids: PageArray) -> list[int]:
-    values, counts = np.unique(ids, return_counts=True)
-    return [int(value) for value in values[counts > 1][:8]]
+        return unusable_ids(self.bands, self.room.names, ids, subpool)
