@@ -302,9 +302,8 @@ class Allocator:
                 raise PageError(self._explain(np.array(pages, np.int64), subpool))
             places.append(place)
         if len(pages) > 1 and len(set(pages)) < len(pages):
-            raise PageError(
-                f"release of {len(pages)} pages names some of them twice: {named_twice(np.array(pages))}; name each page once"
-            )
+            twice = named_twice(np.array(pages))
+            raise PageError(f"release of {len(pages)} pages names some of them twice: {twice}; name each page once")
         leases = self.ledger.leases
         for page, place in zip(pages, places):
             band = self.bands[tables.kind_cells[page]]

@@ -1,4 +1,4 @@
-"""What to say of a demand that does not fit and of page ids that cannot be used: what was asked, what there is, what would help."""
+"""What to say of a demand that does not fit, and of page ids that cannot be used."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def out_of_memory(plan: Plan, free_bytes: int, quote: Quote) -> OutOfMemory:
     else:
         advice = "no release of one kind alone would help"
     return OutOfMemory(
-        f"asked for pages ({wanted}), but {quote.binding} does not fit; {free_bytes:,} of {plan.arena_bytes:,} bytes are "
-        f"free; {advice}",
+        f"asked for pages ({wanted}), but {quote.binding} does not fit; {free_bytes:,} of {plan.arena_bytes:,} bytes "
+        f"are free; {advice}",
         quote,
     )
 
