@@ -1,0 +1,31 @@
+"""Epochs: which step has passed on the arena's stream, for other streams to wait for."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+
+_NUM_EVENTS = 64
+
+
+class Epochs:
+    """One event for each of the last steps, recorded on the arena's stream when the step ends. Without CUDA there are none."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._events: deque[tuple[int, torch.cuda.Event]] = deque(maxlen=_NUM_EVENTS)
+
+    def record(self, epoch: int) -> None:
+        """Note that all work of the step `epoch` has been enqueued."""
+        if self._stream is not None:
+            event = torch.cuda.Event()
+            event.record(self._stream)
+            self._events.append((epoch, event))
+
+    def event(self, epoch: int) -> torch.cuda.Event | None:
+        """What passes once the step `epoch` has; of a step long ago, the oldest event that is known, which passes later."""
+        for recorded, event in self._events:
+            if recorded == epoch:
+                return event
+        return self._events[0][1] if self._events and epoch else None

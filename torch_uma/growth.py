@@ -1,0 +1,173 @@
+"""How rows get longer: the pages that a step takes for its new tokens, and how they are given back.
+
+Owns one step's reservation. It is all or nothing over all sub-pools, together with the pages that must be copied before
+they are written because another row shares them. A sub-pool stores only what survives the step: columns that are dead
+at the new length are skipped, so that until `commit` a row may hold what its past needs, a gap, and what is new.
+
+Every cell that is written remembers what it held, and each page in a cell counts as a reference of its own, the
+remembered ones too. So `commit` gives up what was remembered, and `abort` gives up what was written and puts back what
+was remembered.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from torch_uma.errors import SequenceError
+from torch_uma.lifespans import spread
+from torch_uma.sequence import Sequences
+from torch_uma.tables import Int32Array, Int64Array
+
+
+class Growth:
+    """Pages for `num_new_tokens` more tokens in each of `rows`, taken when made; `commit` or `abort` ends it.
+
+    Attributes:
+        past, new: [rows] int64, lengths before and after.
+        displaced: int32, what the written cells held, -1 for nothing; these references are kept until the end.
+
+    Raises OutOfMemory or SequenceError, and then nothing has changed.
+    """
+
+    __slots__ = ("_at", "_books", "_cells", "_dying", "_old_end", "_rows", "displaced", "new", "past")
+
+    def __init__(self, books: Sequences, rows: Int64Array, num_new_tokens: int) -> None:
+        self._books = books
+        self._rows = rows
+        self.past = books.length[rows]
+        self.new = self.past + num_new_tokens
+        if self.new.max() > books.tables.max_tokens:
+            raise SequenceError(
+                f"a sequence of {int(self.past.max())} tokens cannot take {num_new_tokens} more: the pool's tables hold "
+                f"{books.tables.max_tokens}; make the pool with a larger max_tokens"
+            )
+        num_subpools = len(books.first)
+        passed = books.limits.take(rows, axis=1) < self.new
+        self._dying = passed[num_subpools:]
+        self._cells: Int64Array | None = None
+        self.displaced: Int32Array | None = None  # None: every written cell was empty
+        self._at = self._old_end = rows[:0]
+        k, column = passed[:num_subpools].nonzero()
+        if num_new_tokens > books.lifespans.step_tokens or (books.num_shared and books.may_share[rows].any()):
+            self._take_many(k, column)
+        elif len(k):
+            self._take_one_each(k, column)
+        books.tables.write_lengths(rows, self.new)
+
+    def _take_one_each(self, k: Int64Array, column: Int64Array) -> None:
+        """Decode: one page for each pair of sub-pool `k` and row `rows[column]`, ordered by `k`; nothing is shared."""
+        books = self._books
+        at = k * len(books.length) + self._rows[column]
+        ids = books.allocator.reserve(np.bincount(k, minlength=len(books.first)).tolist())
+        end = books.flat_end[at]
+        cells = books.flat_origin[at] + end
+        books.references[ids] = 1
+        books.tables.write(cells, ids)
+        books.tables.note_pages(ids)
+        books.flat_end[at] = end + 1
+        books.flat_capacity[at] += books.lifespans.page_tokens[k]
+        self._at, self._old_end, self._cells = at, end, cells
+
+    def _take_many(self, k: Int64Array, column: Int64Array) -> None:
+        """The general case: any number of pages for each pair, gaps, room to be moved behind a gap, pages to be copied."""
+        books, lifespans = self._books, self._books.lifespans
+        past, new = self.past[column], self.new[column]
+        at = k * len(books.length) + self._rows[column]
+        end = books.flat_end[at]
+        needed = lifespans.first_needed_page(k, new)
+        start = np.maximum(end, needed)
+        count = np.maximum(lifespans.num_pages(k, new) - start, 0)
+        # Room reserved ahead that lies in the gap has no tokens to wait for: its pages serve behind the gap instead.
+        filled = lifespans.num_pages(k, past)
+        room = np.clip(np.minimum(end, needed) - filled, 0, count)
+        origin = books.flat_origin[at]
+        shared_k, shared_cells = self._shared()
+        taken_k = np.concatenate([np.repeat(k, count - room), shared_k])
+        cells = np.concatenate([spread(origin + start + room, count - room), shared_cells])
+        order = taken_k.argsort(kind="stable")
+        taken_k, cells = taken_k[order], cells[order]
+        ids = books.allocator.reserve(np.bincount(taken_k, minlength=len(books.first)).tolist())
+
+        books.references[ids] = 1
+        books.tables.note_pages(ids)
+        displaced = books.tables.mirror[cells]
+        self._copy(taken_k, displaced, ids)
+        books.tables.write(cells, ids)
+        if room.any():
+            left, entered = spread(origin + filled, room), spread(origin + start, room)
+            moved = books.tables.mirror[left]
+            books.share(moved)
+            books.tables.write(left, -1)
+            books.tables.write(entered, moved)
+            cells = np.concatenate([cells, left, entered])
+            displaced = np.concatenate([displaced, moved, np.full_like(moved, -1)])
+        books.flat_end[at] = np.maximum(end, start + count)
+        books.flat_capacity[at] = books.flat_end[at] * lifespans.page_tokens[k]
+        self._at, self._old_end, self._cells, self.displaced = at, end, cells, displaced
+
+    def _shared(self) -> tuple[Int64Array, Int64Array]:
+        """Sub-pool and cell of every page that the step will write and that someone else refers to, ordered by sub-pool.
+
+        Where all who refer to a page are in this step, one of them keeps it.
+        """
+        books = self._books
+        suspects = books.may_share[self._rows].nonzero()[0] if books.num_shared else self._rows[:0]
+        page_tokens = books.lifespans.page_tokens[:, None]
+        past = self.past[suspects]
+        written = past % page_tokens != 0
+        written[list(books.lifespans.states)] = True
+        cells = books.tables.origin[:, self._rows[suspects]] + past // page_tokens
+        k, column = written.nonzero()
+        cells = cells[k, column]
+        ids = books.tables.mirror[cells]
+        shared = books.references[ids] > 1
+        pages, earliest, num_in_step = np.unique(ids, return_index=True, return_counts=True)
+        shared[earliest[num_in_step == books.references[pages]]] = False
+        return k[shared], cells[shared]
+
+    def _copy(self, taken_k: Int64Array, displaced: Int32Array, ids: Int32Array) -> None:
+        """Copy what the displaced pages hold into the pages that replace them."""
+        mover, v2p = self._books.allocator.mover, self._books.allocator.v2p
+        copied = displaced >= 0
+        if mover is None or not copied.any():
+            return
+        for k in np.unique(taken_k[copied]).tolist():
+            chosen = copied & (taken_k == k)
+            mover(k, v2p[displaced[chosen]], v2p[ids[chosen]])
+
+    def commit(self) -> None:
+        """The tokens are there: lengths grow, and pages that died with them are given up."""
+        books, lifespans, rows = self._books, self._books.lifespans, self._rows
+        books.length[rows] = self.new
+        k, column = self._dying.nonzero()
+        dropped = None
+        if len(k):
+            at = k * len(books.length) + rows[column]
+            first = books.flat_first[at]
+            needed = lifespans.first_needed_page(k, self.new[column])
+            cells = books.flat_origin[at] + first
+            if self.displaced is not None or (needed - first).max() > 1:
+                cells = spread(cells, needed - first)
+                cells = cells[books.tables.mirror[cells] >= 0]
+            dropped = books.tables.mirror[cells]
+            books.tables.write(cells, -1)
+            books.flat_first[at] = needed
+            books.flat_last_needing[at] = lifespans.last_needing(k, needed)
+        if self.displaced is not None:
+            remembered = self.displaced[self.displaced >= 0]
+            dropped = remembered if dropped is None else np.concatenate([dropped, remembered])
+            books.may_share[rows] = False
+        if dropped is not None:
+            books.drop(dropped)
+
+    def abort(self) -> None:
+        """The tokens are not there: what was taken is given up, and every row is as before."""
+        books = self._books
+        if self._cells is not None:
+            written = books.tables.mirror[self._cells]
+            books.tables.write(self._cells, -1 if self.displaced is None else self.displaced)
+            books.flat_end[self._at] = self._old_end
+            k = self._at // len(books.length)
+            books.flat_capacity[self._at] = self._old_end * books.lifespans.page_tokens[k]
+            books.drop(written[written >= 0])
+        books.tables.write_lengths(self._rows, self.past)

@@ -1,0 +1,65 @@
+"""Which pages of a sequence are needed at which length: the plan's lifetimes as vector arithmetic over sub-pools and rows.
+
+Owns the numbers that a step needs of the plan, one array over the sub-pools each. Full attention counts as a window,
+and as a chunk, that no sequence outgrows, and so does a state, whose one page is held from the first to the last.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from torch_uma.layout import Chunk, Window
+from torch_uma.plan import Plan
+
+Int64Array = npt.NDArray[np.int64]
+
+NEVER = 1 << 40
+"""A length that no sequence reaches."""
+
+
+class Lifespans:
+    """Page arithmetic of a plan; `k` is an array of sub-pool indexes that broadcasts against the other argument.
+
+    Attributes:
+        page_tokens: [sub-pools] int64; `NEVER` for a state, whose page holds any number of tokens.
+        paged, states: indexes of the sub-pools that hold tokens, and of those that hold states.
+        full: indexes of the paged sub-pools that keep every token.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        subpools = plan.subpools
+        self.num_subpools = len(subpools)
+        self.page_tokens = np.array([NEVER if s.is_state else s.page_tokens for s in subpools], np.int64)
+        self._window = np.array(
+            [s.lifetime.num_tokens if isinstance(s.lifetime, Window) else NEVER for s in subpools], np.int64
+        )
+        self._chunk = np.array(
+            [s.lifetime.num_tokens if isinstance(s.lifetime, Chunk) else NEVER for s in subpools], np.int64
+        )
+        self.paged = tuple(s.index for s in subpools if not s.is_state)
+        self.states = tuple(s.index for s in subpools if s.is_state)
+        self.full = tuple(k for k in self.paged if self._window[k] == NEVER and self._chunk[k] == NEVER)
+        # So few new tokens take at most one page more and never leave a gap in front of it.
+        self.step_tokens = max(1, min((int(self.page_tokens[k]) for k in self.paged), default=NEVER) - 1)
+
+    def num_pages(self, k: Int64Array, lengths: Int64Array) -> Int64Array:
+        """Columns that `lengths` tokens reach over, dead ones included."""
+        return -(-lengths // self.page_tokens[k])
+
+    def first_needed_page(self, k: Int64Array, lengths: Int64Array) -> Int64Array:
+        """First column that a query at position `lengths` reads."""
+        needed = np.maximum(lengths + 1 - self._window[k], lengths - lengths % self._chunk[k])
+        return needed // self.page_tokens[k]
+
+    def last_needing(self, k: Int64Array, pages: Int64Array) -> Int64Array:
+        """The greatest length at which column `pages` is still needed."""
+        end = (pages + 1) * self.page_tokens[k]
+        chunk = self._chunk[k]
+        return np.minimum(end + self._window[k] - 2, -(-end // chunk) * chunk - 1)
+
+
+def spread(starts: Int64Array, counts: Int64Array) -> Int64Array:
+    """The ranges `[starts[i], starts[i] + counts[i])` one after another."""
+    before = np.cumsum(counts) - counts
+    return np.repeat(starts - before, counts) + np.arange(counts.sum())

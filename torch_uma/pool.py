@@ -1,0 +1,387 @@
+"""The pool: one arena and the sequences that live in it, for a loop to drive.
+
+Owns the order of things: who may call when, which steps are open, and what is brought to rest before something else
+begins. The arena, the allocator, the tables and the books of the sequences each own their part; models and their caches
+are not known here.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+import torch_uma.ops  # noqa: F401 (registers what the tables and steps call)
+from torch_uma.allocator import Allocator
+from torch_uma.arena import Arena
+from torch_uma.band import PageArray
+from torch_uma.epochs import Epochs
+from torch_uma.errors import ClosedError, LeaseError, PlanError, SequenceError, ThreadError
+from torch_uma.ledger import Lease
+from torch_uma.lifespans import Lifespans
+from torch_uma.memory import free_bytes, parse_memory
+from torch_uma.placement import Quote
+from torch_uma.plan import Plan
+from torch_uma.plan import plan as make_plan
+from torch_uma.recount import recount
+from torch_uma.runs import extend_runs
+from torch_uma.sequence import Sequence, Sequences
+from torch_uma.stats import Stats
+from torch_uma.step import Batch, Step
+from torch_uma.tables import Int64Array, Tables
+
+if TYPE_CHECKING:
+    from torch_uma.integrations.transformers import UnifiedCache
+
+__all__ = ["Batch", "CachePool", "Step"]
+
+_log = logging.getLogger(__name__)
+
+FREE_SHARE = 0.5
+"""Share of the free memory that a pool takes when nobody says how much."""
+
+
+class CachePool:
+    """An arena for every kind of memory of a model, and the sequences in it.
+
+    Args:
+        source: a plan; or a transformers model, a config or a sequence of Layer, from which a plan is made.
+        memory: bytes, "8GiB", or a fraction of the device's free memory; 0.5 of it by default. Not with a plan.
+        page_size: entries of a page. Not with a plan, which has its own.
+        max_sequences: sequences that can exist at once.
+        max_tokens: longest sequence; by default what the arena can hold, within reason (64 MiB of page tables).
+        device: where the arena lies; by default where the model is. On CUDA all work is enqueued on the stream current
+            now.
+        dtype: of the activations, where a config does not say it.
+        hints, split: shares of the arena by sub-pool name, see Allocator.
+
+    One thread drives a pool: every call from another raises ThreadError. After `close()` every call raises ClosedError.
+    No call waits for the device, except `check()` and the first use of a pool's device.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        *,
+        memory: int | float | str | None = None,
+        page_size: int = 16,
+        max_sequences: int = 256,
+        max_tokens: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        hints: Mapping[str, float] | None = None,
+        split: Mapping[str, float] | None = None,
+    ) -> None:
+        if max_sequences < 1 or (max_tokens is not None and max_tokens < 1):
+            raise PlanError(
+                f"a pool needs room for a sequence, not max_sequences={max_sequences}, max_tokens={max_tokens}"
+            )
+        if device is None:
+            device = getattr(source, "device", None) or torch.get_default_device()
+        self.device = torch.device(device)
+        self.plan = _plan_of(source, memory, page_size, dtype, self.device)
+        self.closed = False
+        self.epoch = 0
+        self._thread = threading.get_ident()
+        self._steps: dict[int, Step] = {}  # the open ones, by epoch
+        self._is_settling = False
+        self._arena: Arena | None = Arena(self.plan, device=self.device)
+        allocator = Allocator(self.plan, hints=hints, split=split, mover=_mover(self._arena))
+        tables = Tables(self.plan, allocator.v2p, num_rows=max_sequences, max_tokens=max_tokens, device=self.device)
+        allocator.on_moved = tables.note_pages
+        self._sequences: Sequences | None = Sequences(Lifespans(self.plan), allocator, tables)
+        self._epochs = Epochs(self.device)
+
+    # Parts
+
+    @property
+    def arena(self) -> Arena:
+        """The memory and its typed views."""
+        if self._arena is None:
+            raise _closed()
+        return self._arena
+
+    @property
+    def sequences(self) -> Sequences:
+        """The books of the sequences."""
+        if self._sequences is None:
+            raise _closed()
+        return self._sequences
+
+    @property
+    def allocator(self) -> Allocator:
+        """The allocator of the arena's pages."""
+        return self.sequences.allocator
+
+    @property
+    def tables(self) -> Tables:
+        """The tables on the device."""
+        return self.sequences.tables
+
+    # Sequences
+
+    def add(self, num_tokens: int = 0) -> Sequence:
+        """Make an empty sequence with room reserved for `num_tokens` tokens: the pages that it holds at that length.
+
+        Raises OutOfMemory with the quote, or SequenceError if all rows are in use; then nothing has changed.
+        """
+        self.enter()
+        return Sequence(self, self.sequences.add(self._demand(num_tokens)))
+
+    def quote(self, num_tokens: int) -> Quote:
+        """Say whether a sequence of `num_tokens` tokens could be added now, at what cost, or what would help."""
+        self.enter()
+        return self.allocator.quote(self._demand(num_tokens))
+
+    def batch(self, sequences: Iterable[Sequence]) -> Batch:
+        """Keep sequences in the order of a batch's rows: the fast form of what a step takes."""
+        self.enter()
+        return Batch(self, sequences)
+
+    def extend_runs(self, sequences: Batch | Iterable[Sequence], num_tokens: int) -> None:
+        """Take room for `num_tokens` tokens in all of every sequence, full attention in one run of pages for all of them.
+
+        Moves what they hold into the run, copies what forks share, and takes pages wherever they are if no run can be
+        had. More than the pool's `max_tokens` counts as that. Raises OutOfMemory if there is no room, and then nothing
+        has changed.
+        """
+        rows = self._idle_batch(sequences).rows
+        extend_runs(self.sequences, rows, min(num_tokens, self.tables.max_tokens))
+
+    # Steps
+
+    @contextmanager
+    def step(self, sequences: Mapping[Sequence, int] | Batch, num_new_tokens: int = 1) -> Iterator[UnifiedCache]:
+        """Open a step for as long as a `with` block runs; gives the transformers cache of its forward pass.
+
+        `sequences` maps each sequence, in the order of the batch, to its number of new tokens, which is the same for
+        all; a Batch takes `num_new_tokens`. If the block raises, what the step reserved is given back and lengths are
+        as before. Raises what `begin` raises.
+        """
+        from torch_uma.integrations.transformers.cache import UnifiedCache
+
+        if isinstance(sequences, Mapping):
+            num_new_tokens = _equal_count(sequences)
+        step = self.begin(sequences, num_new_tokens)
+        try:
+            cache = UnifiedCache._of_step(step)
+            yield cache
+            cache._finish()
+        except BaseException:
+            step.abort()
+            raise
+        step.commit()
+
+    def begin(self, sequences: Batch | Iterable[Sequence], num_new_tokens: int) -> Step:
+        """Open a step of `num_new_tokens` tokens for each sequence: reserve its pages and stage the tables.
+
+        Steps over different sequences may be open at once. Raises OutOfMemory; SequenceError for no sequence, no token,
+        one named twice, freed, of another pool, in an open step, too long, or with a half-written state. Then nothing
+        has changed.
+        """
+        if num_new_tokens < 1:
+            raise SequenceError(f"a step takes at least one new token for each sequence, not {num_new_tokens}")
+        batch = self._idle_batch(sequences)
+        if not len(batch):
+            raise SequenceError("a step needs at least one sequence")
+        self.check_whole(batch.rows)
+        step = Step(self, batch, num_new_tokens, self.epoch + 1)
+        self.epoch = self.allocator.ledger.epoch = step.epoch
+        self._steps[step.epoch] = step
+        self.tables.flush()
+        return step
+
+    def event(self, epoch: int) -> torch.cuda.Event | None:
+        """What another stream waits for before it reads what the step `epoch` wrote; None where the device has no streams.
+
+        Raises SequenceError for a step that has not ended.
+        """
+        self.enter()
+        if epoch > self.epoch or epoch in self._steps:
+            raise SequenceError(f"step {epoch} has not ended; commit() it first")
+        return self._epochs.event(epoch)
+
+    # Memory
+
+    def lease(self, pages: Sequence | PageArray | Iterable[int], user: str) -> Lease:
+        """Pin the pages of a sequence, or pages given by id, until the lease is closed. Raises PageError or LeaseError."""
+        self.enter()
+        if isinstance(pages, Sequence):
+            pages = self.sequences.pages_of(np.array([self.row_of(pages)]))
+        return self.allocator.lease(np.asarray(pages, np.int32), user)
+
+    def poll(self) -> int:
+        """End the leases whose event has passed; returns how many."""
+        self.enter()
+        return self.allocator.poll()
+
+    def compact(self, budget_bytes: int | None = None) -> int:
+        """Move pages into the holes of their bands, at most `budget_bytes`; returns the bytes moved."""
+        self.enter()
+        return self.allocator.compact(budget_bytes)
+
+    def stats(self) -> Stats:
+        """Where the bytes of the arena are now."""
+        self.enter()
+        return self.allocator.stats()
+
+    def check(self) -> None:
+        """Recount everything by independent bookkeeping; raises InvariantError with what differs. Waits for the device."""
+        self.enter()
+        self.allocator.check()
+        recount(self.sequences, list(self._steps.values()))
+
+    def close(self) -> None:
+        """Give the memory back, as soon as nobody holds a view of it; sequences end with it.
+
+        Raises SequenceError while a step is open, LeaseError while pages are leased.
+        """
+        self.enter()
+        if self._steps:
+            raise SequenceError(
+                f"{len(self._steps)} steps are open; commit() or abort() them before the pool is closed"
+            )
+        self.allocator.poll()
+        if self.allocator.ledger.leases:
+            users = sorted({lease.user for lease in self.allocator.ledger.leases})
+            raise LeaseError(f"pages are still leased by {', '.join(users)}; close those leases before the pool")
+        self.closed = True
+        self._arena = self._sequences = None
+
+    # For sequences, batches, steps and tests
+
+    def check_usable(self) -> None:
+        """Raise ThreadError or ClosedError."""
+        if threading.get_ident() != self._thread:
+            raise ThreadError("a pool is driven by the thread that made it; hand the work to that thread")
+        if self.closed:
+            raise _closed()
+
+    def enter(self) -> None:
+        """What every operation begins with: `check_usable`, and implicit steps are brought to rest."""
+        self.check_usable()
+        if self._steps and not self._is_settling:
+            self._is_settling = True
+            try:
+                for step in list(self._steps.values()):
+                    if step.on_settle is not None:
+                        step.on_settle()
+            finally:
+                self._is_settling = False
+
+    def row_of(self, sequence: Sequence) -> int:
+        """The row of one of the pool's sequences; raises SequenceError for any other."""
+        self.enter()
+        if sequence._pool is not self or sequence._row < 0:
+            raise self._unusable(sequence)
+        return sequence._row
+
+    def idle_row(self, sequence: Sequence) -> int:
+        """`row_of`, which must not be in an open step."""
+        row = self.row_of(sequence)
+        if self._steps:
+            self._check_idle(np.array([row]))
+        return row
+
+    def rows_of(self, sequences: tuple[Sequence, ...]) -> Int64Array:
+        """[n] int64 rows of sequences, each of which is in use, of this pool and named once; raises SequenceError."""
+        rows = [sequence._row for sequence in sequences]
+        if {sequence._pool for sequence in sequences} - {self} or (rows and min(rows) < 0):
+            raise next(self._unusable(s) for s in sequences if s._pool is not self or s._row < 0)
+        if len(set(rows)) < len(rows):
+            twice = next(s for place, s in enumerate(sequences) if s in sequences[:place])
+            raise SequenceError(f"{twice!r} is named twice; a batch has each sequence once (fork() makes a second one)")
+        return np.array(rows, np.int64)
+
+    def check_whole(self, rows: Int64Array) -> None:
+        """Raise SequenceError if an aborted step has left the state of one of the rows half written."""
+        books = self.sequences
+        if books.any_torn and books.torn[rows].any():
+            row = int(rows[books.torn[rows].argmax()])
+            raise SequenceError(
+                f"the state of row {row} was half written by a step that was aborted; crop(0) starts it over, free() gives it up"
+            )
+
+    def end(self, step: Step) -> None:
+        """Note that a step has ended, on the device too."""
+        del self._steps[step.epoch]
+        self._epochs.record(step.epoch)
+
+    def _idle_batch(self, sequences: Batch | Iterable[Sequence]) -> Batch:
+        self.enter()
+        if isinstance(sequences, Batch):
+            batch = sequences
+            if batch.pool is not self:
+                raise SequenceError("the batch is of another pool; make one with this pool's batch()")
+            batch.check()
+        else:
+            batch = Batch(self, sequences)
+        if self._steps:
+            self._check_idle(batch.rows)
+        return batch
+
+    def _check_idle(self, rows: Int64Array) -> None:
+        for step in self._steps.values():
+            if np.isin(rows, step.rows).any():
+                raise SequenceError(
+                    f"row {int(rows[np.isin(rows, step.rows)][0])} is in the open step {step.epoch}; commit() or abort() it first"
+                )
+
+    def _demand(self, num_tokens: int) -> tuple[int, ...]:
+        if not 0 <= num_tokens <= self.tables.max_tokens:
+            raise SequenceError(
+                f"a sequence has 0 to {self.tables.max_tokens} tokens in this pool, not {num_tokens}; a larger max_tokens would help"
+            )
+        return self.plan.demand(num_tokens)
+
+    def _unusable(self, sequence: Sequence) -> SequenceError:
+        if sequence._pool is not self:
+            return SequenceError(f"{sequence!r} is of another pool")
+        return SequenceError("the sequence was freed; add() makes another")
+
+
+def _plan_of(
+    source: Any, memory: int | float | str | None, page_size: int, dtype: torch.dtype | None, device: torch.device
+) -> Plan:
+    if isinstance(source, Plan):
+        if memory is not None:
+            raise PlanError("a plan has its memory already; give either a plan or memory=")
+        return source
+    num_bytes = parse_memory(memory, device)
+    if num_bytes is None:
+        num_bytes = int(FREE_SHARE * free_bytes(device))
+        _log.info("taking %d bytes on %s, %g of what is free", num_bytes, device, FREE_SHARE)
+    return make_plan(source, memory=num_bytes, page_size=page_size, dtype=dtype, pad_entries=device.type == "cpu")
+
+
+def _equal_count(sequences: Mapping[Sequence, int]) -> int:
+    counts = set(sequences.values())
+    if len(counts) > 1:
+        raise SequenceError(
+            f"all sequences of a step have equally many new tokens, but these have {sorted(counts)}; open a step for each number"
+        )
+    return counts.pop() if counts else 1
+
+
+def _mover(arena: Arena) -> Any:
+    """What copies pages for the allocator; it does not keep the arena alive, as the allocator is in a cycle of its own."""
+    if arena.bytes.device.type == "meta":
+        return None
+    arena_of = weakref.WeakMethod(arena.relocate)
+
+    def move(k: int, sources: PageArray, destinations: PageArray) -> None:
+        relocate = arena_of()
+        assert relocate is not None
+        relocate(k, sources, destinations)
+
+    return move
+
+
+def _closed() -> ClosedError:
+    return ClosedError("the pool was closed; make another")

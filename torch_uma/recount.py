@@ -1,0 +1,89 @@
+"""The recount of a pool: every equation between sequences, tables and allocator, from what the rows hold and not from counters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from torch_uma.errors import InvariantError
+from torch_uma.lifespans import NEVER
+from torch_uma.sequence import Sequences
+
+if TYPE_CHECKING:
+    from torch_uma.step import Step
+
+
+def recount(books: Sequences, open_steps: Iterable[Step]) -> None:
+    """Raise InvariantError with everything that does not hold. Waits for the device, whose tables are compared.
+
+    - a row holds the pages from the first needed one to its end, and no others;
+    - a page is live if and only if a row or an open step refers to it, and `references` says how many do;
+    - a row that is not in use holds nothing;
+    - after a flush the device's tables equal the host's.
+    """
+    steps = list(open_steps)
+    faults = [*_row_faults(books, steps), *_reference_faults(books, steps), *_table_faults(books)]
+    if faults:
+        raise InvariantError("; ".join(faults))
+
+
+def _row_faults(books: Sequences, steps: list[Step]) -> Iterator[str]:
+    in_step = {row for step in steps for row in step.rows.tolist()}
+    for subpool in books.allocator.plan.subpools:
+        k = subpool.index
+        low, high = books.allocator.id_base[k : k + 2]
+        columns = books.tables.columns[k]
+        for row in range(len(books.length)):
+            origin = int(books.tables.origin[k, row])
+            ids = books.tables.mirror[origin : origin + columns]
+            held = np.flatnonzero(ids >= 0).tolist()
+            where = f"row {row} of {subpool.name!r}"
+            if not books.live[row]:
+                if held:
+                    yield f"{where} is not in use, but holds the columns {held[:8]}"
+                continue
+            if any(not low <= page < high for page in ids[held]):
+                yield f"{where} holds pages of another sub-pool"
+            length = int(books.length[row])
+            first, end = int(books.first[k, row]), int(books.end[k, row])
+            page_tokens = NEVER if subpool.is_state else subpool.page_tokens
+            needed = 0 if subpool.is_state else subpool.lifetime.first_needed(length) // page_tokens
+            if first != needed:
+                yield f"{where} holds columns from {first} on, but {length} tokens need those from {needed} on"
+            if int(books.capacity[k, row]) != end * page_tokens or end * page_tokens < length:
+                yield f"{where} ends at column {end}, with a capacity of {int(books.capacity[k, row])} for {length} tokens"
+            inside = held and first <= held[0] and held[-1] < end
+            if (row in in_step and held and not inside) or (row not in in_step and held != list(range(first, end))):
+                yield f"{where} should hold the columns [{first}, {end}), but holds {held[:8]} .. {held[-8:]}"
+
+
+def _reference_faults(books: Sequences, steps: list[Step]) -> Iterator[str]:
+    allocator = books.allocator
+    cells = books.tables.mirror[: books.tables.v2p_base]
+    remembered = [step.displaced for step in steps if step.displaced is not None]
+    ids = np.concatenate([cells, *remembered])
+    counted = np.bincount(ids[ids >= 0], minlength=len(books.references))
+    for page in np.flatnonzero(counted != books.references)[:8].tolist():
+        yield f"page {page} is referred to {counted[page]} times, but its count is {books.references[page]}"
+    if int(np.maximum(counted - 1, 0).sum()) != books.num_shared:
+        yield f"{int(np.maximum(counted - 1, 0).sum())} references are shared, but the count is {books.num_shared}"
+    live = allocator.v2p >= 0
+    for subpool in allocator.plan.subpools:
+        base = allocator.id_base[subpool.index]
+        live[base : base + subpool.first_page] = False  # the sink
+    for page in np.flatnonzero(live != (counted > 0))[:8].tolist():
+        yield f"page {page} is {'live' if live[page] else 'dead'}, but {counted[page]} rows refer to it"
+
+
+def _table_faults(books: Sequences) -> Iterator[str]:
+    tables = books.tables
+    tables.flush()
+    if not np.array_equal(tables.mirror[tables.v2p_base : tables.length_base], books.allocator.v2p):
+        yield "a page has moved, come or gone without a note to the tables"
+    if tables.tensor.device.type == "meta":
+        return
+    differing = np.flatnonzero(tables.tensor.cpu().numpy() != tables.mirror)
+    if len(differing):
+        yield f"{len(differing)} cells of the device's tables differ from the host's, the first is {int(differing[0])}"

@@ -1,0 +1,298 @@
+"""Sequences: what each request holds, as one array over all rows for each fact.
+
+Owns lengths, the columns of the page tables that a row holds, and how many rows refer to each page. `Sequences` is the
+books; `Sequence` is a user's handle on one row of them. Steps, which make rows longer, are in `step.py`.
+
+A row holds the columns `[first, end)` of every sub-pool. Between steps `first` is the first column that a query at the
+row's length reads, and `end` lies at or behind the last token: what lies behind it is room reserved ahead. A state is a
+column that never ends. A page is referred to by as many rows as share it (`references`); the allocator sees it released
+when the last of them lets go.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from torch_uma.allocator import Allocator
+from torch_uma.errors import SequenceError
+from torch_uma.lifespans import NEVER, Lifespans, spread
+from torch_uma.tables import Int32Array, Int64Array, Tables
+
+if TYPE_CHECKING:
+    from torch_uma.pool import CachePool
+
+
+class Sequences:
+    """The books of all rows of a pool.
+
+    Attributes:
+        length: [rows] int64 tokens, those of an open step not included.
+        first, end: [sub-pools, rows] int64, the half-open range of columns held.
+        capacity: [sub-pools, rows] int64, tokens that the held columns reach to; `NEVER` for a state.
+        last_needing: [sub-pools, rows] int64, greatest length at which the first held column is needed.
+        limits: both of these in one array [2 * sub-pools, rows], so that a step asks both with one look.
+        flat_origin, flat_first ...: the same arrays, addressed by sub-pool * rows + row.
+        references: [num_ids] int32, rows that refer to a page, and open steps that may have to put it back.
+        num_shared: references beyond the first, over all pages; 0 means that nothing is shared.
+        may_share: [rows] bool, the last page or the state may be another row's too, so that a write needs a look.
+        torn: [rows] bool, an aborted step has left the state half written.
+        serial: [rows] int64, grows when the row is freed, so that a stale row number can be told.
+        last_epoch: [rows] int64, the last step that read or wrote the row.
+    """
+
+    def __init__(self, lifespans: Lifespans, allocator: Allocator, tables: Tables) -> None:
+        num_subpools, num_rows = tables.origin.shape
+        self.lifespans = lifespans
+        self.allocator = allocator
+        self.tables = tables
+        self.length = np.zeros(num_rows, np.int64)
+        self.first = np.zeros((num_subpools, num_rows), np.int64)
+        self.end = np.zeros((num_subpools, num_rows), np.int64)
+        self.limits = np.zeros((2 * num_subpools, num_rows), np.int64)
+        self.capacity = self.limits[:num_subpools]
+        self.last_needing = self.limits[num_subpools:]
+        self.flat_origin = tables.origin.reshape(-1)
+        self.flat_first = self.first.reshape(-1)
+        self.flat_end = self.end.reshape(-1)
+        self.flat_capacity = self.capacity.reshape(-1)
+        self.flat_last_needing = self.last_needing.reshape(-1)
+        self.references = np.zeros(allocator.id_base[-1], np.int32)
+        self.num_shared = 0
+        self.may_share = np.zeros(num_rows, np.bool_)
+        self.torn = np.zeros(num_rows, np.bool_)
+        self.any_torn = False
+        self.live = np.zeros(num_rows, np.bool_)
+        self.serial = np.zeros(num_rows, np.int64)
+        self.num_freed = 0
+        self.last_epoch = np.zeros(num_rows, np.int64)
+        self._free_rows = list(range(num_rows - 1, -1, -1))
+        self._every = np.arange(num_subpools)
+        self._first_last_needing = lifespans.last_needing(self._every, np.zeros(num_subpools, np.int64))
+
+    # Pages
+
+    def pages_of(self, rows: Int64Array) -> Int32Array:
+        """The pages that these rows hold, ascending, each once."""
+        starts = (self.tables.origin[:, rows] + self.first[:, rows]).ravel()
+        ids = self.tables.mirror[spread(starts, (self.end[:, rows] - self.first[:, rows]).ravel())]
+        return np.unique(ids[ids >= 0])
+
+    def drop(self, ids: Int32Array) -> None:
+        """Give up one reference to each of these pages, named as often as given up; those without another are released."""
+        if not len(ids):
+            return
+        if self.num_shared:
+            np.subtract.at(self.references, ids, 1)
+            unreferenced = np.unique(ids[self.references[ids] == 0])
+            self.num_shared -= len(ids) - len(unreferenced)
+            ids = unreferenced
+        else:
+            self.references[ids] = 0
+        if len(ids):
+            self.allocator.release(ids)
+            self.tables.note_pages(ids)
+
+    def share(self, ids: Int32Array) -> None:
+        """Add a reference to each of these pages, which are held already and named once."""
+        self.references[ids] += 1
+        self.num_shared += len(ids)
+
+    # Rows
+
+    def add(self, num_pages: tuple[int, ...]) -> int:
+        """Take a row and give it its first pages; SequenceError without a row, OutOfMemory without the pages."""
+        self._check_rows()
+        ids = self.allocator.reserve(num_pages)
+        row = self._free_rows.pop()
+        counts = np.array(num_pages, np.int64)
+        self.references[ids] = 1
+        self.tables.note_pages(ids)
+        self.tables.write(spread(self.tables.origin[:, row], counts), ids)
+        self._open_row(row, 0, end=counts)
+        return row
+
+    def fork(self, source: int) -> int:
+        """Take a row that shares the pages and the state of `source`, but not the room that it has reserved ahead."""
+        self._check_rows()
+        row = self._free_rows.pop()
+        length = int(self.length[source])
+        first = self.first[:, source]
+        filled = self.lifespans.num_pages(self._every, np.full(len(first), length))
+        filled[list(self.lifespans.states)] = 1
+        end = np.maximum(np.minimum(self.end[:, source], filled), first)
+        counts = end - first
+        origin = self.tables.origin
+        ids = self.tables.mirror[spread(origin[:, source] + first, counts)]
+        self.share(ids)
+        self.tables.write(spread(origin[:, row] + first, counts), ids)
+        self._open_row(row, length, end=end)
+        self.first[:, row] = first
+        self.last_needing[:, row] = self.last_needing[:, source]
+        self.last_epoch[row] = self.last_epoch[source]
+        self.may_share[source] = self.may_share[row] = True
+        return row
+
+    def free(self, row: int) -> None:
+        """Give up everything that the row holds, and the row."""
+        self._drop_columns(row, self.first[:, row], self.end[:, row])
+        self.end[:, row] = self.first[:, row] = 0
+        self.limits[:, row] = 0
+        self.length[row] = 0
+        self.tables.write_lengths(np.array([row]), 0)
+        self.live[row] = self.may_share[row] = self.torn[row] = False
+        self.serial[row] += 1
+        self.num_freed += 1
+        self._free_rows.append(row)
+
+    def crop(self, row: int, num_tokens: int) -> None:
+        """Shorten the row to `num_tokens`, give up the pages behind them; SequenceError if what it needs then is gone."""
+        length = int(self.length[row])
+        if num_tokens == length:
+            return
+        if not 0 <= num_tokens < length:
+            raise SequenceError(f"a sequence of {length} tokens cannot be cropped to {num_tokens}; crop only shortens")
+        first = self.first[:, row].copy()
+        if num_tokens:
+            self._check_kept(row, num_tokens)
+            end = self.lifespans.num_pages(self._every, np.full(len(first), num_tokens))
+            end[list(self.lifespans.states)] = 1
+            end = np.clip(end, first, self.end[:, row])
+        else:
+            end = np.zeros_like(first)
+            end[list(self.lifespans.states)] = 1
+            self.first[:, row] = 0
+            self.torn[row] = False
+            self.last_needing[:, row] = self._first_last_needing
+        self._drop_columns(row, np.maximum(first, end), self.end[:, row])
+        self.end[:, row] = end
+        self.capacity[:, row] = end * self.lifespans.page_tokens
+        self.length[row] = num_tokens
+        self.tables.write_lengths(np.array([row]), num_tokens)
+        self.may_share[row] = self.num_shared > 0
+
+    def _check_rows(self) -> None:
+        if not self._free_rows:
+            raise SequenceError(
+                f"all {len(self.length)} rows of the pool are in use; free a sequence, or make the pool with a larger max_sequences"
+            )
+
+    def _check_kept(self, row: int, num_tokens: int) -> None:
+        if self.torn[row]:
+            raise SequenceError("the state was half written by a step that was aborted; crop(0) or free() helps")
+        subpools = self.allocator.plan.subpools
+        length = int(self.length[row])
+        if self.lifespans.states:
+            name = subpools[self.lifespans.states[0]].name
+            raise SequenceError(
+                f"cannot crop from {length} to {num_tokens} tokens: the {name!r} of {length} tokens has replaced the older ones; "
+                "fork() before the step keeps one, crop(0) starts over"
+            )
+        needed = self.lifespans.first_needed_page(self._every, np.full(len(subpools), num_tokens))
+        for k in np.flatnonzero(self.first[:, row] > needed).tolist():
+            page_tokens = subpools[k].page_tokens
+            raise SequenceError(
+                f"cannot crop from {length} to {num_tokens} tokens: {subpools[k].name!r} needs tokens from "
+                f"{subpools[k].lifetime.first_needed(num_tokens)} on, but keeps those from {int(self.first[k, row]) * page_tokens} "
+                "on; fork() before going on keeps them, crop(0) starts over"
+            )
+
+    def _open_row(self, row: int, length: int, *, end: Int64Array) -> None:
+        self.end[:, row] = end
+        self.capacity[:, row] = end * self.lifespans.page_tokens
+        self.last_needing[:, row] = self._first_last_needing
+        self.length[row] = length
+        self.live[row] = True
+        self.last_epoch[row] = 0
+        self.tables.write_lengths(np.array([row]), length)
+
+    def _drop_columns(self, row: int, first: Int64Array, end: Int64Array) -> None:
+        cells = spread(self.tables.origin[:, row] + first, end - first)
+        if len(cells):
+            ids = self.tables.mirror[cells]
+            self.tables.write(cells, -1)
+            self.drop(ids)
+
+
+class Sequence:
+    """One request's logical content in a pool: made by `pool.add()` or `fork()`, used until `free()`.
+
+    Every method raises SequenceError after `free()` or, where it changes something, while the sequence is in an open
+    step; ThreadError from a second thread; ClosedError once the pool is closed. None waits for the device.
+    """
+
+    __slots__ = ("__weakref__", "_pool", "_row")
+
+    def __init__(self, pool: CachePool, row: int) -> None:
+        self._pool = pool
+        self._row = row
+
+    @property
+    def pool(self) -> CachePool:
+        """The pool whose memory the sequence uses."""
+        return self._pool
+
+    @property
+    def row(self) -> int:
+        """Its row in the pool's tables."""
+        return self._pool.row_of(self)
+
+    @property
+    def length(self) -> int:
+        """Tokens that it holds, those of an open step not included."""
+        return int(self._pool.sequences.length[self._pool.row_of(self)])
+
+    @property
+    def capacity(self) -> int:
+        """Tokens up to which it can grow without another page, in every sub-pool; `max_tokens` at most."""
+        capacity = self._pool.sequences.capacity[:, self._pool.row_of(self)]
+        return min(int(capacity.min(initial=NEVER)), self._pool.tables.max_tokens)
+
+    @property
+    def num_pages(self) -> tuple[int, ...]:
+        """Pages that it holds in each sub-pool, shared ones and room reserved ahead included."""
+        return tuple(len(pages) for pages in self.pages)
+
+    @property
+    def pages(self) -> tuple[Int32Array, ...]:
+        """[n] int32 virtual ids for each sub-pool, in the order of the tokens that they hold."""
+        books, row = self._pool.sequences, self._pool.row_of(self)
+        held = []
+        for origin, first, end in zip(books.tables.origin[:, row], books.first[:, row], books.end[:, row], strict=True):
+            ids = books.tables.mirror[origin + first : origin + end]
+            held.append(ids[ids >= 0])
+        return tuple(held)
+
+    @property
+    def last_epoch(self) -> int:
+        """The last step that read or wrote it, 0 if none; what another stream waits for (`pool.event`)."""
+        return int(self._pool.sequences.last_epoch[self._pool.row_of(self)])
+
+    def fork(self) -> Sequence:
+        """Make a second sequence with the same content, sharing the pages that hold it.
+
+        Takes a row but no pages: the last partial page and the state are copied in the next step of whichever side
+        writes first.
+        """
+        row = self._pool.idle_row(self)
+        self._pool.check_whole(np.array([row]))
+        return Sequence(self._pool, self._pool.sequences.fork(row))
+
+    def crop(self, num_tokens: int) -> None:
+        """Shorten to `num_tokens` tokens and give back the pages behind them, room reserved ahead included.
+
+        The present length changes nothing; 0 empties the sequence and starts its state afresh. Otherwise SequenceError
+        if window pages that are needed then have been released, or if a state would have to be older than the one kept.
+        """
+        self._pool.sequences.crop(self._pool.idle_row(self), num_tokens)
+
+    def free(self) -> None:
+        """Give back everything that it holds; the sequence cannot be used any more."""
+        self._pool.sequences.free(self._pool.idle_row(self))
+        self._row = -1
+
+    def __repr__(self) -> str:
+        if self._row < 0 or self._pool.closed:
+            return "Sequence(freed)"
+        return f"Sequence(row {self._row}, {int(self._pool.sequences.length[self._row])} tokens)"

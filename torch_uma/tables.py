@@ -1,0 +1,162 @@
+"""The device's view of who holds what: page tables, `v2p` and lengths, in one flat tensor whose address never changes.
+
+Owns that tensor, its host mirror and the staging between them. Decides nothing: what changes is written to the mirror,
+and `flush` brings the device up to date with one copy and one scatter of the changed cells, however many there are.
+From low to high:
+
+    page table of sub-pool 0 [rows, columns[0]] | page table 1 | ... | v2p [num_ids] | lengths [rows]
+
+A cell of a page table holds a virtual page id or -1. Columns are absolute: tokens `[c * page_tokens, (c + 1) *
+page_tokens)` of a row lie in the page of column `c`. A state sub-pool has one column, the row's slot.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from torch_uma.plan import Plan
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+
+_NUM_STAGING_BUFFERS = 4
+_DEFAULT_CELLS = 1 << 24  # 64 MiB for the page tables when nobody says how long a sequence gets
+_DEFAULT_TOKENS = 1 << 17  # where no sub-pool keeps a whole sequence, its length is not bounded by the arena
+
+
+class Tables:
+    """The flat tables of one pool, on the host and on the device.
+
+    Args:
+        plan: the sub-pools; their order is that of the tables.
+        v2p: [num_ids] int32, the allocator's table, read at every flush.
+        num_rows: sequences that can exist at once.
+        max_tokens: longest sequence; None for what the arena can hold, within reason.
+        device: where the tensor lives; on CUDA its stream is the one current now.
+
+    Attributes:
+        mirror: int32, the host's copy of the whole tensor.
+        origin: [sub-pools, rows] int64, cell of a row's column 0.
+        columns: columns of each page table.
+        max_tokens: longest sequence that the tables have columns for.
+        version: grows whenever a cell of a page table changes.
+    """
+
+    def __init__(
+        self, plan: Plan, v2p: Int32Array, *, num_rows: int, max_tokens: int | None, device: torch.device
+    ) -> None:
+        self.max_tokens = _max_tokens(plan, num_rows) if max_tokens is None else max_tokens
+        self.columns = tuple(
+            1 if subpool.is_state else -(-self.max_tokens // subpool.page_tokens) for subpool in plan.subpools
+        )
+        bases = np.cumsum([0, *(num_rows * columns for columns in self.columns)], dtype=np.int64)
+        self.origin: Int64Array = bases[:-1, None] + np.arange(num_rows) * np.array(self.columns)[:, None]
+        self.v2p_base = int(bases[-1])
+        self.length_base = self.v2p_base + len(v2p)
+        self.num_rows = num_rows
+        self.version = 0
+        self.mirror: Int32Array = np.full(self.length_base + num_rows, -1, np.int32)
+        self.mirror[self.v2p_base : self.length_base] = v2p
+        self.mirror[self.length_base :] = 0
+        self._v2p = v2p
+        self._bases = bases
+        self._cells: list[Int64Array] = []
+        self._ids: list[Int32Array] = []
+        self._staging = _Staging(device)
+        self.tensor: Tensor = torch.from_numpy(self.mirror).to(device, copy=True)
+
+    def page_table(self, index: int) -> Tensor:
+        """Page table of a sub-pool: [rows, columns] int32 of virtual ids, a view at a fixed address."""
+        return self.tensor[self._bases[index] : self._bases[index + 1]].view(self.num_rows, -1)
+
+    @property
+    def v2p(self) -> Tensor:
+        """[num_ids] int32, physical page of a virtual id, a view at a fixed address."""
+        return self.tensor[self.v2p_base : self.length_base]
+
+    @property
+    def lengths(self) -> Tensor:
+        """[rows] int32, tokens of a row, those of an open step included; a view at a fixed address."""
+        return self.tensor[self.length_base :]
+
+    def write(self, cells: Int64Array, values: Int32Array | int) -> None:
+        """Set cells of the page tables; the device sees it at the next `flush`."""
+        self.mirror[cells] = values
+        self._cells.append(cells)
+        self.version += 1
+
+    def write_lengths(self, rows: Int64Array, lengths: Int64Array | int) -> None:
+        """Set the lengths of rows; the device sees it at the next `flush`."""
+        cells = rows + self.length_base
+        self.mirror[cells] = lengths
+        self._cells.append(cells)
+
+    def note_pages(self, ids: Int32Array) -> None:
+        """Say that the places of these ids have changed; `flush` reads them from `v2p`."""
+        self._ids.append(ids)
+
+    def flush(self) -> None:
+        """Bring the device up to date: one copy and one scatter on the arena's stream, which the host does not wait for."""
+        if self._ids:
+            ids = np.concatenate(self._ids)
+            cells = ids + np.int64(self.v2p_base)
+            self.mirror[cells] = self._v2p[ids]
+            self._cells.append(cells)
+            self._ids.clear()
+        if self._cells:
+            changed = np.concatenate(self._cells)
+            self._cells.clear()
+            self._staging.scatter(self.tensor, changed, self.mirror)
+
+
+class _Staging:
+    """Carries changed cells to the device through a ring of pinned buffers, so that one fills while another is being read."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._on_cuda = device.type == "cuda"
+        self._stream = torch.cuda.current_stream(device) if self._on_cuda else None
+        num_buffers = _NUM_STAGING_BUFFERS if self._on_cuda else 1
+        self._buffers = [torch.empty(0, dtype=torch.int32) for _ in range(num_buffers)]
+        self._arrays = [buffer.numpy() for buffer in self._buffers]
+        self._copied: list[torch.cuda.Event | None] = [None] * num_buffers
+        self._turn = 0
+
+    def scatter(self, table: Tensor, cells: Int64Array, mirror: Int32Array) -> None:
+        """Copy `mirror[cells]` to `table[cells]`."""
+        if self._device.type == "meta":
+            return
+        count = len(cells)
+        turn = self._turn
+        self._turn = (turn + 1) % len(self._buffers)
+        copied = self._copied[turn]
+        if copied is not None:
+            copied.synchronize()  # passed long ago, unless the device is a whole ring behind
+        if len(self._arrays[turn]) < 3 * count:
+            self._buffers[turn] = torch.empty(4 * count + 1024, dtype=torch.int32, pin_memory=self._on_cuda)
+            self._arrays[turn] = self._buffers[turn].numpy()
+        # One buffer for both, so that one copy carries them: the cells as int64, then the values as int32.
+        array = self._arrays[turn]
+        array[: 2 * count].view(np.int64)[:] = cells
+        mirror.take(cells, out=array[2 * count : 3 * count], mode="clip")  # "raise", the default, would copy twice
+        with torch.cuda.stream(self._stream) if self._on_cuda else contextlib.nullcontext():
+            staged = self._buffers[turn][: 3 * count].to(self._device, non_blocking=True)
+            if self._on_cuda:
+                copied = self._copied[turn] = torch.cuda.Event()
+                copied.record(self._stream)
+            torch.ops.torch_uma.remap(table, staged[: 2 * count].view(torch.int64), staged[2 * count :])
+
+
+def _max_tokens(plan: Plan, num_rows: int) -> int:
+    """What the largest sequence that keeps every token can hold, bounded so that the tables stay small beside the arena."""
+    paged = [subpool for subpool in plan.subpools if not subpool.is_state]
+    bounded = [subpool for subpool in paged if subpool.lifetime.first_needed(1 << 40) == 0]
+    room_tokens = [(subpool.num_pages - subpool.first_page) * subpool.page_tokens for subpool in bounded]
+    cells_per_token = num_rows * sum(1 / subpool.page_tokens for subpool in paged)
+    max_tokens = min(room_tokens, default=_DEFAULT_TOKENS)
+    return min(max_tokens, int(_DEFAULT_CELLS / cells_per_token)) if paged else max_tokens
