@@ -151,7 +151,7 @@ class CachePool:
         had. More than the pool's `max_tokens` counts as that. Raises OutOfMemory if there is no room, and then nothing
         has changed.
         """
-        rows = self._idle_batch(sequences).rows
+        rows = self._idle_batch(sequences).rows.numbers
         extend_runs(self.sequences, rows, min(num_tokens, self.tables.max_tokens))
 
     # Steps
@@ -190,7 +190,7 @@ class CachePool:
         batch = self._idle_batch(sequences)
         if not len(batch):
             raise SequenceError("a step needs at least one sequence")
-        self.check_whole(batch.rows)
+        self.check_whole(batch.rows.numbers)
         step = Step(self, batch, num_new_tokens, self.epoch + 1)
         self.epoch = self.allocator.ledger.epoch = step.epoch
         self._steps[step.epoch] = step
@@ -323,7 +323,7 @@ class CachePool:
         else:
             batch = Batch(self, sequences)
         if self._steps:
-            self._check_idle(batch.rows)
+            self._check_idle(batch.rows.numbers)
         return batch
 
     def _check_idle(self, rows: Int64Array) -> None:

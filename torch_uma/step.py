@@ -25,84 +25,85 @@ if TYPE_CHECKING:
     from torch_uma.pool import CachePool
 
 
+class Rows:
+    """Rows of the tables in the order of a batch, and what is remembered about them; they do not change."""
+
+    def __init__(self, pool: CachePool, numbers: Int64Array) -> None:
+        self.numbers = numbers
+        self._pool = pool
+        self._tensor: Tensor | None = None
+        self._runs: dict[int, tuple[tuple[int, int, int], Run | None]] = {}
+
+    def tensor(self) -> Tensor:
+        """[rows] int64 on the pool's device."""
+        if self._tensor is None:
+            self._tensor = torch.from_numpy(self.numbers).to(self._pool.device)
+        return self._tensor
+
+    def run(self, k: int, num_pages: int) -> Run | None:
+        """`find_run` of these rows, remembered while nothing moves and no row holds other pages."""
+        state = (self._pool.allocator.layout_version, self._pool.tables.version, num_pages)
+        known = self._runs.get(k)
+        if known is None or known[0] != state:
+            known = self._runs[k] = (state, find_run(self._pool.sequences, self.numbers, k, num_pages))
+        return known[1]
+
+
 class Batch:
     """Sequences of one pool in the order of a batch's rows, kept with what every step would otherwise look up again.
 
-    It does not change: `without`, `with_added` and `replaced` make another one, for little. Raises SequenceError for a
-    sequence that was freed, belongs to another pool or is named twice.
+    Changing it leaves a step that is open over it as it was. Raises SequenceError for a sequence that was freed, belongs
+    to another pool or is named twice.
 
     Attributes:
         sequences: the sequences, in order.
-        rows: [rows] int64, their rows in the tables.
+        rows: their rows in the tables.
     """
 
     def __init__(self, pool: CachePool, sequences: Iterable[Sequence]) -> None:
         chosen = tuple(sequences)
-        self._set(pool, chosen, pool.rows_of(chosen))
-
-    def _set(self, pool: CachePool, sequences: tuple[Sequence, ...], rows: Int64Array) -> None:
+        numbers = pool.rows_of(chosen)
         self.pool = pool
-        self.sequences = sequences
-        self.rows = rows
-        books = pool.sequences
-        self._serials = books.serial[rows]
-        self._num_freed = books.num_freed
-        self._row_tensor: Tensor | None = None
-        self._runs: dict[int, tuple[tuple[int, int, int], Run | None]] = {}
+        self._num_freed = pool.sequences.num_freed
+        self._assign(chosen, numbers, pool.sequences.serial[numbers])
 
-    def without(self, sequences: Iterable[Sequence]) -> Batch:
-        """The batch without these, which may have been freed already; those behind them move up."""
-        places = self._places(sequences)
-        gone = set(places)
-        kept = tuple(sequence for place, sequence in enumerate(self.sequences) if place not in gone)
-        return self._derived(kept, np.delete(self.rows, places), np.delete(self._serials, places))
+    def append(self, sequence: Sequence) -> None:
+        """Put a sequence behind the others."""
+        numbers = self._new_numbers((sequence,), self.rows.numbers)
+        serials = self.pool.sequences.serial[numbers]
+        self._assign(
+            (*self.sequences, sequence),
+            np.concatenate([self.rows.numbers, numbers]),
+            np.concatenate([self._serials, serials]),
+        )
 
-    def with_added(self, sequences: Iterable[Sequence]) -> Batch:
-        """The batch with these behind the others."""
-        added = tuple(sequences)
-        rows = self.pool.rows_of(added)
-        self._check_new(added, rows, self.rows)
-        serials = np.concatenate([self._serials, self.pool.sequences.serial[rows]])
-        return self._derived(self.sequences + added, np.concatenate([self.rows, rows]), serials)
+    def remove(self, sequence: Sequence) -> None:
+        """Take a sequence out, which may have been freed already; those behind it move up."""
+        (place,) = self._places([sequence])
+        kept = self.sequences[:place] + self.sequences[place + 1 :]
+        self._assign(kept, np.delete(self.rows.numbers, place), np.delete(self._serials, place))
 
-    def replaced(self, old: Iterable[Sequence], new: Iterable[Sequence]) -> Batch:
-        """The batch with each of `new` at the place of one of `old`, which may have been freed already."""
-        added = tuple(new)
-        places = self._places(old)
-        if len(places) != len(added):
-            raise SequenceError(f"{len(places)} sequences cannot be replaced by {len(added)}")
-        new_rows = self.pool.rows_of(added)
-        self._check_new(added, new_rows, np.delete(self.rows, places))
-        rows, serials = self.rows.copy(), self._serials.copy()
-        rows[places] = new_rows
-        serials[places] = self.pool.sequences.serial[new_rows]
-        sequences = list(self.sequences)
-        for place, sequence in zip(places, added, strict=True):
+    def replace(self, old: Iterable[Sequence], new: Iterable[Sequence]) -> None:
+        """Put each of `new` at the place of one of `old`, which may have been freed already; as many of each."""
+        places, joining = self._places(old), tuple(new)
+        if len(places) != len(joining):
+            raise SequenceError(f"{len(places)} sequences cannot be replaced by {len(joining)}")
+        numbers, serials, sequences = self.rows.numbers.copy(), self._serials.copy(), list(self.sequences)
+        new_numbers = self._new_numbers(joining, np.delete(numbers, places))
+        numbers[places] = new_numbers
+        serials[places] = self.pool.sequences.serial[new_numbers]
+        for place, sequence in zip(places, joining, strict=True):
             sequences[place] = sequence
-        return self._derived(tuple(sequences), rows, serials)
+        self._assign(tuple(sequences), numbers, serials)
 
     def check(self) -> None:
         """Raise SequenceError if a sequence has been freed since it was put in."""
         books = self.pool.sequences
         if books.num_freed != self._num_freed:
-            stale = (books.serial[self.rows] != self._serials).nonzero()[0]
+            stale = (books.serial[self.rows.numbers] != self._serials).nonzero()[0]
             if len(stale):
-                raise SequenceError(f"sequence {int(stale[0])} of the batch was freed; use without() or replaced()")
+                raise SequenceError(f"sequence {int(stale[0])} of the batch was freed; remove() or replace() it")
             self._num_freed = books.num_freed
-
-    def row_tensor(self) -> Tensor:
-        """[rows] int64 on the pool's device: the rows of the tables, in order."""
-        if self._row_tensor is None:
-            self._row_tensor = torch.from_numpy(self.rows).to(self.pool.device)
-        return self._row_tensor
-
-    def run(self, k: int, num_pages: int) -> Run | None:
-        """`find_run` of these rows, remembered while nothing moves and no row holds other pages."""
-        state = (self.pool.allocator.layout_version, self.pool.tables.version, num_pages)
-        known = self._runs.get(k)
-        if known is None or known[0] != state:
-            known = self._runs[k] = (state, find_run(self.pool.sequences, self.rows, k, num_pages))
-        return known[1]
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -110,23 +111,23 @@ class Batch:
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self.sequences)
 
+    def _assign(self, sequences: tuple[Sequence, ...], numbers: Int64Array, serials: Int64Array) -> None:
+        self.sequences = sequences
+        self.rows = Rows(self.pool, numbers)
+        self._serials = serials
+
     def _places(self, sequences: Iterable[Sequence]) -> list[int]:
         try:
             return [self.sequences.index(sequence) for sequence in sequences]
         except ValueError:
             raise SequenceError("a sequence that is to leave the batch is not in it") from None
 
-    def _check_new(self, sequences: tuple[Sequence, ...], rows: Int64Array, present: Int64Array) -> None:
-        twice = np.isin(rows, present).nonzero()[0]
+    def _new_numbers(self, sequences: tuple[Sequence, ...], others: Int64Array) -> Int64Array:
+        numbers = self.pool.rows_of(sequences)
+        twice = np.isin(numbers, others).nonzero()[0]
         if len(twice):
             raise SequenceError(f"{sequences[int(twice[0])]!r} is in the batch already; fork() makes a second one")
-
-    def _derived(self, sequences: tuple[Sequence, ...], rows: Int64Array, serials: Int64Array) -> Batch:
-        derived = Batch.__new__(Batch)
-        derived._set(self.pool, sequences, rows)
-        derived._serials = serials
-        derived._num_freed = -1  # those that were not looked at now may be stale
-        return derived
+        return numbers
 
 
 class Step:
@@ -136,7 +137,8 @@ class Step:
     pages do not move, and its sequences can be neither freed, cropped, forked nor used in another step.
 
     Attributes:
-        rows: [rows] int64, rows of the tables.
+        sequences: those of the batch, in order.
+        rows: [rows] int64, their rows in the tables.
         past: [rows] int64, tokens before the step.
         num_new_tokens: tokens that each row takes.
         epoch: the number of the step.
@@ -148,9 +150,9 @@ class Step:
 
     __slots__ = (
         "__weakref__",
-        "_batch",
         "_growth",
         "_pin",
+        "_rows",
         "epoch",
         "is_open",
         "num_new_tokens",
@@ -158,14 +160,16 @@ class Step:
         "past",
         "pool",
         "rows",
+        "sequences",
         "state_touched",
     )
 
     def __init__(self, pool: CachePool, batch: Batch, num_new_tokens: int, epoch: int) -> None:
         books = pool.sequences
         self.pool = pool
-        self._batch = batch
-        self.rows = rows = batch.rows
+        self.sequences = batch.sequences
+        self.rows = rows = batch.rows.numbers
+        self._rows = batch.rows
         self.num_new_tokens = num_new_tokens
         self._growth = Growth(books, rows, num_new_tokens)
         self.past: Int64Array = self._growth.past
@@ -175,11 +179,6 @@ class Step:
         self.state_touched = False
         self.on_settle: Callable[[], None] | None = None
         self.is_open = True
-
-    @property
-    def sequences(self) -> tuple[Sequence, ...]:
-        """The sequences of the batch, in order."""
-        return self._batch.sequences
 
     @property
     def fresh(self) -> npt.NDArray[np.bool_]:
@@ -201,7 +200,7 @@ class Step:
         located: Tensor = torch.ops.torch_uma.locate(
             tables.page_table(subpool.index),
             tables.v2p,
-            self._batch.row_tensor(),
+            self._rows.tensor(),
             positions,
             subpool.page_size,
             subpool.tokens_per_entry,
@@ -215,7 +214,7 @@ class Step:
         host.
         """
         length = int(self.past.max()) + self.num_new_tokens
-        return self._batch.run(subpool.index, -(-length // subpool.page_tokens))
+        return self._rows.run(subpool.index, -(-length // subpool.page_tokens))
 
     def slots(self) -> Int32Array:
         """[rows] int32, the physical page of every row's state."""
