@@ -18,7 +18,7 @@ IMPORT_EVERYTHING = """
 import importlib, pkgutil, sys
 import torch_uma
 
-names = [module.name for module in pkgutil.walk_packages(torch_uma.__path__, "torch_uma.", onerror=None)]
+names = [module.name for module in pkgutil.walk_packages(torch_uma.__path__, "torch_uma.")]
 for name in names:
     path = importlib.import_module(name).__file__
     assert path.startswith(sys.prefix), f"{name} was imported from {path}, not from the wheel"
@@ -27,18 +27,18 @@ print(f"{len(names)} modules of the wheel import")
 
 
 def main() -> None:
+    shutil.rmtree(ROOT / "build", ignore_errors=True)  # modules left there by an older build would be packed too
+    pip = [sys.executable, "-m", "pip", "--quiet"]
     with tempfile.TemporaryDirectory() as folder:
         wheels, environment = Path(folder, "wheels"), Path(folder, "environment")
-        shutil.rmtree(ROOT / "build", ignore_errors=True)  # setuptools would pack modules that an older build left there
-        pip = [sys.executable, "-m", "pip", "--quiet"]
         subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", wheels, ROOT], check=True)
         (wheel,) = wheels.glob("*.whl")
 
-        venv.create(environment, with_pip=False)
-        scheme = sysconfig.get_preferred_scheme("prefix")
-        site = sysconfig.get_path("purelib", scheme, {"base": str(environment), "platbase": str(environment)})
-        Path(site, "first_environment.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        venv.create(environment)
         python = environment / "bin" / "python"
+        query = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+        site = subprocess.run(query, check=True, capture_output=True, text=True).stdout.strip()
+        Path(site, "first_environment.pth").write_text(sysconfig.get_path("purelib") + "\n")
         subprocess.run([*pip, "--python", python, "install", "--no-deps", wheel], check=True)
         subprocess.run([python, "-c", IMPORT_EVERYTHING], check=True, cwd=folder)
 

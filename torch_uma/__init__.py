@@ -1,34 +1,65 @@
-"""Public names of torch-uma, each resolved when it is first asked for."""
+"""One arena for every kind of memory that a hybrid language model keeps per request: the public names."""
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-_OWNERS = {
-    "layout": ["Chunk", "Full", "Layer", "Memory", "Row", "State", "Window"],
-    "plan": ["Plan", "plan"],
-    "arena": ["Arena"],
-    "pool": ["CachePool"],
-    "sequence": ["Sequence"],
-    "integrations.transformers": ["UnifiedCache"],
-    "errors": [
-        "ClosedError",
-        "GradientError",
-        "InvariantError",
-        "LeaseError",
-        "OutOfMemory",
-        "PageError",
-        "PlanError",
-        "SequenceError",
-        "ThreadError",
-        "TorchUmaError",
-    ],
-}
+import torch_uma.ops  # noqa: F401  (registers them)
+from torch_uma.arena import Arena
+from torch_uma.errors import (
+    ClosedError,
+    GradientError,
+    InvariantError,
+    LeaseError,
+    OutOfMemory,
+    PageError,
+    PlanError,
+    SequenceError,
+    ThreadError,
+    TorchUmaError,
+)
+from torch_uma.layout import Chunk, Full, Layer, Memory, Row, State, Window
+from torch_uma.plan import Plan, plan
+from torch_uma.pool import CachePool
+from torch_uma.sequence import Sequence
+
+if TYPE_CHECKING:
+    from torch_uma import testing
+    from torch_uma.integrations.transformers import UnifiedCache
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Arena",
+    "CachePool",
+    "Chunk",
+    "ClosedError",
+    "Full",
+    "GradientError",
+    "InvariantError",
+    "Layer",
+    "LeaseError",
+    "Memory",
+    "OutOfMemory",
+    "PageError",
+    "Plan",
+    "PlanError",
+    "Row",
+    "Sequence",
+    "SequenceError",
+    "State",
+    "ThreadError",
+    "TorchUmaError",
+    "UnifiedCache",
+    "Window",
+    "plan",
+    "testing",
+]
 
 
 def __getattr__(name: str) -> Any:
+    """Import what costs time, or another library, when it is first asked for."""
     if name == "testing":
         return importlib.import_module("torch_uma.testing")
-    for owner, names in _OWNERS.items():
-        if name in names:
-            return getattr(importlib.import_module(f"torch_uma.{owner}"), name)
+    if name == "UnifiedCache":
+        return importlib.import_module("torch_uma.integrations.transformers").UnifiedCache
     raise AttributeError(f"module 'torch_uma' has no attribute {name!r}")
