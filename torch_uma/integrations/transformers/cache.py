@@ -1,0 +1,227 @@
+"""UnifiedCache: the transformers cache over a batch of sequences of a pool.
+
+Owns the batch rows as a whole: making, forking, selecting and freeing them. What a forward reads and writes is in
+`layers`, when its step begins and ends in `steps`, and where everything lies in `places`.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.cache_utils import Cache
+
+from torch_uma.errors import PlanError, SequenceError
+from torch_uma.integrations.transformers.layers import StateLayer, make_layers, parts_of
+from torch_uma.integrations.transformers.places import StepPlaces
+from torch_uma.integrations.transformers.steps import GivenStep, OwnSteps
+from torch_uma.layout import Layer
+from torch_uma.plan import Plan, plan
+
+if TYPE_CHECKING:
+    from torch_uma.pool import CachePool
+    from torch_uma.sequence import Sequence as PoolSequence
+    from torch_uma.step import Step
+
+_log = logging.getLogger(__name__)
+
+class UnifiedCache(Cache):
+    """A cache for `generate(cache=...)` and for the forward passes of a loop, all kinds of memory in one arena.
+
+    `model_or_config`: of the model that will use it. `pool`: share this one; otherwise the cache makes its own of
+    `memory` (bytes, "2GiB" or a fraction of the free memory). Without `memory` it takes, at the first forward, what the
+    batch needs for `max_tokens` each, or without that half of the free memory; it logs what it took at INFO. With
+    `max_tokens` the keys and values of full attention are handed over as views with no copy. `page_size`, `dtype` (of
+    activations) and `device` are those of the pool that it makes; by default the model's.
+
+    Dropping the cache gives its rows back. A forward raises OutOfMemory (the cache stands as after the last whole
+    step), GradientError, or ClosedError once the pool is closed.
+    """
+
+    def __init__(
+        self,
+        model_or_config: Any,
+        *,
+        memory: int | float | str | None = None,
+        max_tokens: int | None = None,
+        pool: CachePool | None = None,
+        page_size: int = 16,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        from torch_uma.integrations.transformers.declare import declare
+        from torch_uma.pool import CachePool
+
+        if pool is not None and memory is not None:
+            raise PlanError("pool= has its memory already; give either pool= or memory=")
+        if max_tokens is not None and max_tokens < 1:
+            raise PlanError(f"max_tokens={max_tokens} is no room for a token; give the length of prompt and answer")
+        layers = declare(model_or_config, dtype=dtype) if pool is None else pool.plan.layers
+        device = device if device is not None else getattr(model_or_config, "device", None)
+
+        def make_pool(num_rows: int, tensor_device: torch.device) -> CachePool:
+            on = tensor_device if device is None else torch.device(device)
+            max_sequences = max(256, 4 * num_rows)
+            if memory is None and max_tokens is not None:
+                made = CachePool(_plan_for(layers, num_rows, max_tokens, page_size, on), max_sequences=max_sequences, device=on)
+            else:
+                made = CachePool(layers, memory=memory, page_size=page_size, max_sequences=max_sequences, device=on)
+            _log.info("took %d bytes on %s for a cache of %d rows", made.plan.arena_bytes, on, num_rows)
+            return made
+
+        self._steps: OwnSteps | GivenStep = OwnSteps(make_pool, max_tokens=max_tokens, parts=parts_of(layers))
+        if pool is None and memory is not None:
+            pool = make_pool(1, torch.get_default_device())
+        self._steps.pool = pool
+        self._bind(layers)
+
+    @classmethod
+    def _of_step(cls, step: Step) -> UnifiedCache:
+        """The cache of a step that is opened and closed by `pool.step`."""
+        cache = cls.__new__(cls)
+        places = StepPlaces(step.pool, step, whole=True)
+        cache._steps = GivenStep(places, step.pool)
+        cache._bind(step.pool.plan.layers)
+        return cache
+
+    def _bind(self, layers: Sequence[Layer]) -> None:
+        super().__init__(layers=list(make_layers(layers, self._steps)))
+        self._declared = layers
+        if isinstance(self._steps, OwnSteps):
+            # The rows outlive the cache in the pool, so they are freed when it goes; not at exit, when all goes.
+            weakref.finalize(self, self._steps.close).atexit = False
+
+    @property
+    def pool(self) -> CachePool:
+        """The pool that the rows are in; PlanError before the first forward of a cache that was given no memory."""
+        if self._steps.pool is None:
+            raise PlanError(
+                "the pool is made at the first forward, when the batch is known; give memory= to have it now"
+            )
+        return self._steps.pool
+
+    @property
+    def batch_size(self) -> int:
+        """Number of rows, -1 if there are none yet."""
+        if isinstance(self._steps, GivenStep):
+            return self._steps.places.num_rows
+        return len(self._steps.sequences) or -1
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether there are rows."""
+        return self.batch_size > 0
+
+    def _finish(self) -> None:
+        """Writes back what the forward of a `pool.step` changed in copies."""
+        assert isinstance(self._steps, GivenStep)
+        self._steps.places.keep_states()
+
+    def paths(self) -> list[str]:
+        """How each layer was served last: "view", "gather", "state view", "state copy", or "none"."""
+        return [getattr(layer, "path", "none") for layer in self.layers]
+
+    def inputs(self) -> dict[str, torch.Tensor]:
+        """What the model needs beside its input ids in a step of `pool.step`.
+
+        `attention_mask` int64 [rows, longest past + num_new_tokens], 0 in front of shorter rows, which are aligned at
+        their ends; `position_ids` int64 [rows, num_new_tokens].
+        """
+        if not isinstance(self._steps, GivenStep):
+            raise SequenceError("inputs() belongs to the cache of a pool.step(); generate() makes its own inputs")
+        return self._steps.places.inputs()
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """The live convolution state [rows, channels, kernel], or None while no row has one."""
+        return self._state_layer(layer_idx).read("conv", state_idx)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """The live recurrent state [rows, *shape], or None while no row has one."""
+        return self._state_layer(layer_idx).read("recurrent", state_idx)
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Whether the rows hold tokens, and so states."""
+        return self.get_seq_length() > 0
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens of the longest row, also for a model of recurrent layers only."""
+        return self._steps.length()
+
+    def reset(self) -> None:
+        """Frees the rows; the next forward starts again, with any batch size."""
+        self._own().close()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Takes the last `-tokens_to_remove` tokens of every row back; SequenceError for states and left windows."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop takes the negative number of tokens to remove, not {tokens_to_remove}")
+        steps = self._own()
+        steps.settle()
+        if tokens_to_remove:
+            for sequence in steps.sequences:
+                sequence.crop(sequence.length + tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Row b becomes what row `beam_idx[b]` was; pages are shared, not copied. Synchronises with the device."""
+        self._take(beam_idx.tolist())
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keeps the rows `indices` in that order, or those where a mask is true. Synchronises with the device."""
+        if indices.dtype == torch.bool:
+            indices = indices.nonzero().flatten()
+        self._take(indices.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row becomes `repeats` rows in its place, which share pages until they differ."""
+        num_rows = len(self._own().sequences)
+        self._take([row for row in range(num_rows) for _ in range(repeats)])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> UnifiedCache:
+        """A fork: rows with the same content that share pages until they differ, in the same pool."""
+        steps = self._own()
+        fork = type(self).__new__(type(self))
+        memo[id(self)] = fork
+        fork._steps = steps.fork()
+        fork._bind(self._declared)
+        return fork
+
+    def _take(self, indices: list[int]) -> None:
+        steps = self._own()
+        steps.settle()
+        if indices == list(range(len(steps.sequences))):
+            return
+        chosen: list[PoolSequence] = []
+        for row in indices:
+            sequence = steps.sequences[row]
+            chosen.append(sequence.fork() if sequence in chosen else sequence)
+        steps.replace(chosen)
+
+    def _own(self) -> OwnSteps:
+        if isinstance(self._steps, GivenStep):
+            raise SequenceError("the rows of a step belong to the loop that opened it; use the sequences themselves")
+        return self._steps
+
+    def _state_layer(self, layer_idx: int) -> StateLayer:
+        layer = self.layers[layer_idx]
+        if not isinstance(layer, StateLayer):
+            raise ValueError(f"layer {layer_idx} has no state; it is a {type(layer).__name__}")
+        return layer
+
+
+def _plan_for(
+    layers: tuple[Layer, ...], num_rows: int, max_tokens: int, page_size: int, device: torch.device
+) -> Plan:
+    """A plan whose arena holds `num_rows` sequences of `max_tokens`, and what their steps need for a while."""
+    options: dict[str, Any] = {
+        "page_size": page_size,
+        "num_tokens": max_tokens,
+        "pad_entries": device.type == "cpu",
+    }
+    boundless = plan(layers, memory="1TiB", **options)
+    # In a step a window holds a page more than between steps, and a grid may end within a page.
+    page_bytes = sum(subpool.page_bytes for subpool in boundless.subpools)
+    memory = num_rows * (boundless.bytes_per_sequence(max_tokens) + page_bytes) + 2 * page_bytes
+    return plan(layers, memory=memory, **options)

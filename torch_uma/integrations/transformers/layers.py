@@ -1,0 +1,268 @@
+"""What the layers of a model call: keys and values, and states, read and written where the step's places say.
+
+Owns no memory: every layer asks its cache's step for places in the arena. The classes stand in for those of
+transformers, so that its code for masks, lengths and kinds of layers works unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from transformers.cache_utils import CacheLayerMixin, DummyLayer, LinearAttentionCacheLayerMixin
+
+from torch_uma.errors import GradientError, SequenceError
+from torch_uma.integrations.transformers.places import StepPlaces, TokenStore, extent
+from torch_uma.integrations.transformers.steps import GivenStep, OwnSteps, Part
+from torch_uma.layout import Full, Layer, Lifetime, State, Window
+
+Steps = GivenStep | OwnSteps
+
+
+class AttentionLayer(CacheLayerMixin):
+    """Keys and values of one layer, needed for ever or in a window."""
+
+    def __init__(self, layer: int, lifetime: Lifetime, steps: Steps) -> None:
+        self.keys = self.values = None  # part of the interface; the arena holds them
+        self.path = "none"
+        self.is_sliding = not isinstance(lifetime, Full)
+        self.is_croppable = not self.is_sliding
+        if isinstance(lifetime, Window):
+            self.sliding_window = lifetime.num_tokens
+        self._layer = layer
+        self._lifetime = lifetime
+        self._steps = steps
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether there are rows."""
+        return isinstance(self._steps, GivenStep) or bool(self._steps.sequences)
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Makes the rows for keys of [batch, heads, tokens, head_dim]."""
+        assert isinstance(self._steps, OwnSteps)
+        self._steps.open_rows(key_states.shape[0], key_states.device)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stores new keys and values [batch, heads, num_new_tokens, head_dim]; returns all that the step attends to.
+
+        What it returns may be a view of the arena, good until the next forward. OutOfMemory, GradientError.
+        """
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            raise _gradient_error()
+        places = self._steps.enter(self._layer, "tokens", num_new_tokens=key_states.shape[-2], like=key_states)
+        assert places is not None
+        store = places.stores[self._layer].tokens
+        assert store is not None
+        where = places.tokens[store.subpool.index]
+        _write(places.arena, store, where.write, (key_states, value_states))
+        if where.run is not None and _has_dtype(store, key_states.dtype) and not torch.compiler.is_compiling():
+            self.path = "view"
+            keys, values = _view(store, where.run, places, key_states), _view(store, where.run, places, value_states, 1)
+        else:
+            self.path = "gather"
+            keys, values = _gather(places, store, where.appends, (key_states, value_states))
+        self._steps.leave(self._layer)
+        return keys, values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Number of keys that `update` will return for `query_length` new tokens, and the position of the first."""
+        offset, length = extent(self._lifetime, self._steps.past(query_length), query_length)
+        return length, offset
+
+    def get_seq_length(self) -> int:
+        """Tokens of the longest row."""
+        return self._steps.length()
+
+    def get_max_length(self) -> int:
+        """Tokens that the layer was asked to make room for, or those of its window; -1 if nobody said."""
+        if self.is_sliding:
+            return int(self.sliding_window)
+        limit = None if isinstance(self._steps, GivenStep) else self._steps.max_tokens
+        return -1 if limit is None else limit
+
+
+class StateLayer(LinearAttentionCacheLayerMixin):
+    """Convolution and recurrent states of one layer."""
+
+    is_croppable = False
+    is_compileable = False
+
+    def __init__(self, layer: int, number_of_states: int, steps: Steps) -> None:
+        self.number_of_states = number_of_states
+        self.record_past = False
+        self.path = "none"
+        self._layer = layer
+        self._steps = steps
+
+    def activate_past_recording(self) -> None:
+        """SequenceError: a state of the past is not kept."""
+        raise SequenceError(
+            "past states are not recorded, so this cache cannot take back tokens of a recurrent layer; "
+            "generate without speculation, or fork the cache with copy.deepcopy before"
+        )
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: the arena has the states."""
+
+    def read(self, kind: str, state_idx: int) -> torch.Tensor | None:
+        """The live state [batch, *shape], to be changed in place, or None while no row has one. GradientError."""
+        if torch.is_grad_enabled():
+            raise _gradient_error()
+        places = self._steps.enter(self._layer, ("read", kind, state_idx))
+        if places is None or places.fresh:
+            return None
+        # Mixers change a state in place when there is one new token, and otherwise give the new one to an update.
+        return self._state(places, kind, state_idx, is_write=places.num_new_tokens == 1)
+
+    def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
+        """Keeps the last of [batch, channels, tokens]; returns the old state and all of these, padded on the left."""
+        places, state = self._write(conv_states, "conv", state_idx)
+        missing = state.shape[-1] - conv_states.shape[-1]
+        if not places.fresh:
+            conv_states = torch.cat([state.to(conv_states.dtype), conv_states], dim=-1)
+        elif missing > 0:
+            conv_states = torch.nn.functional.pad(conv_states, (missing, 0))
+        state.copy_(conv_states[..., -state.shape[-1] :])
+        return conv_states
+
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
+        """Keeps a state [batch, *shape] and returns it as stored."""
+        _, state = self._write(recurrent_states, "recurrent", state_idx)
+        return state.copy_(recurrent_states)
+
+    def _write(self, new: torch.Tensor, kind: str, state_idx: int) -> tuple[StepPlaces, torch.Tensor]:
+        if torch.is_grad_enabled():
+            raise _gradient_error()
+        num_new_tokens = new.shape[-1] if kind == "conv" else None
+        places = self._steps.enter(self._layer, ("write", kind, state_idx), num_new_tokens=num_new_tokens, like=new)
+        assert places is not None
+        return places, self._state(places, kind, state_idx, is_write=True)
+
+    def _state(self, places: StepPlaces, kind: str, state_idx: int, *, is_write: bool) -> torch.Tensor:
+        state = places.state(self._layer)[kind if state_idx == 0 else f"{kind}_{state_idx}"]
+        if is_write and places.views_states:
+            places.step.state_touched = True  # in place, unseen: a step that aborts now cannot put it back
+        self.path = "state view" if places.views_states else "state copy"
+        return state
+
+
+class HybridLayer(StateLayer, AttentionLayer):
+    """A layer that has both states, and keys and values."""
+
+    is_croppable = False
+    is_compileable = False
+
+    def __init__(self, layer: int, number_of_states: int, lifetime: Lifetime, steps: Steps) -> None:
+        AttentionLayer.__init__(self, layer, lifetime, steps)
+        StateLayer.__init__(self, layer, number_of_states, steps)
+        self.is_croppable = False
+
+    def get_max_length(self) -> int:
+        """As for keys and values alone."""
+        return AttentionLayer.get_max_length(self)
+
+
+CacheLayer = AttentionLayer | StateLayer | DummyLayer
+
+
+def make_layers(layers: Iterable[Layer], steps: Steps) -> list[CacheLayer]:
+    """One cache layer for each declared layer; those that store nothing get transformers' dummy."""
+    made: list[CacheLayer] = []
+    for index, layer in enumerate(layers):
+        number_of_states = 0
+        lifetime: Lifetime | None = None
+        for memory in layer.memories:
+            if isinstance(memory.lifetime, State):
+                number_of_states = max(1, sum(row.name.startswith("conv") for row in memory.rows))
+            else:
+                lifetime = memory.lifetime
+        if number_of_states and lifetime is not None:
+            made.append(HybridLayer(index, number_of_states, lifetime, steps))
+        elif number_of_states:
+            made.append(StateLayer(index, number_of_states, steps))
+        elif lifetime is not None:
+            made.append(AttentionLayer(index, lifetime, steps))
+        else:
+            made.append(DummyLayer())
+    return made
+
+
+def parts_of(layers: Iterable[Layer]) -> list[Part]:
+    """Every layer's tokens and every layer's state, as far as it stores them."""
+    return [
+        (index, "state" if isinstance(memory.lifetime, State) else "tokens")
+        for index, layer in enumerate(layers)
+        for memory in layer.memories
+    ]
+
+
+def _gradient_error() -> GradientError:
+    return GradientError(
+        "a forward that records gradients would write into the cache, whose rows later steps overwrite; "
+        "wrap the call in torch.no_grad(), or pass use_cache=False to train"
+    )
+
+
+def _has_dtype(store: TokenStore, dtype: torch.dtype) -> bool:
+    return all(placed.row.dtype == dtype for placed in store.rows)
+
+
+def _write(
+    arena: torch.Tensor, store: TokenStore, entries: torch.Tensor, new: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    rows = [
+        states.transpose(1, 2).reshape(*entries.shape, *placed.row.shape)
+        for states, placed in zip(new, store.rows, strict=True)
+    ]
+    torch.ops.torch_uma.write_rows(
+        arena,
+        rows,
+        entries,
+        store.subpool.origin_bytes,
+        store.subpool.entry_bytes,
+        store.offsets_bytes,
+        store.dtypes,
+        (None, None),
+    )
+
+
+def _view(
+    store: TokenStore, run: tuple[int, int], places: StepPlaces, new: torch.Tensor, which: int = 0
+) -> torch.Tensor:
+    """Keys (`which` 0) or values (1) of the step as a view [batch, heads, tokens, head_dim] of the arena."""
+    grid = store.grids[which]  # [pages, page_size, *shape]
+    first_page, pages_between_rows = run
+    batch, heads, _, head_dim = new.shape
+    inner = grid.stride()[2:] if grid.dim() == 4 else (head_dim, *grid.stride()[2:])
+    view = grid.as_strided(
+        (batch, places.max_past + places.num_new_tokens, heads, head_dim),
+        (pages_between_rows * grid.stride(0), grid.stride(1), *inner),
+        grid.storage_offset() + first_page * grid.stride(0),
+    )
+    return view.transpose(1, 2)
+
+
+def _gather(
+    places: StepPlaces, store: TokenStore, appends: bool, new: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of the step, copied out of the arena; rows that are shorter have zeros in front."""
+    gathered = torch.ops.torch_uma.gather_rows(
+        places.arena,
+        places.read(store.subpool),
+        store.subpool.origin_bytes,
+        store.subpool.entry_bytes,
+        store.offsets_bytes,
+        store.widths,
+        store.dtypes,
+        new[0].dtype,
+        (None, None),
+    )
+    results = []
+    for rows, states in zip(gathered, new, strict=True):
+        past = rows.view(*rows.shape[:2], states.shape[1], states.shape[3]).transpose(1, 2)
+        results.append(torch.cat([past, states], dim=2) if appends else past)
+    return results[0], results[1]
