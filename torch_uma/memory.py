@@ -10,7 +10,7 @@ from torch_uma.errors import PlanError
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-_FORMS = 'give bytes (2147483648), text ("2GiB", "512MiB", "1.5GB") or a fraction of the free memory (0.5)'
+_FORMS = 'give bytes (2147483648) or text ("2GiB", "512MiB", "1.5GB")'
 
 
 def parse_bytes(memory: int | str) -> int:
@@ -38,7 +38,7 @@ def parse_memory(memory: int | float | str | None, device: torch.device | str) -
         return None
     if isinstance(memory, float):
         if not 0 < memory <= 1:
-            raise PlanError(f"memory={memory!r} is not a fraction in (0, 1]; {_FORMS}")
+            raise PlanError(f"memory={memory!r} is not a fraction in (0, 1] of the free memory; otherwise {_FORMS}")
         return int(memory * free_bytes(device))
     return parse_bytes(memory)
 

@@ -49,7 +49,7 @@ def declare(model_or_config: Any, *, dtype: torch.dtype | None = None) -> tuple[
 
     `dtype` is the dtype of the activations; without it, that of the model's parameters or the one named by the config.
     Rows of a token are `k` and `v` [kv_heads, head_dim], `latent` and `rope_key` [1, width], `index_key` [width]; those
-    of a sequence are `conv` [channels, kernel] and `recurrent` [...], then `conv_1`, `recurrent_1`, ... if there are more.
+    of a sequence are `conv` [channels, kernel] and `recurrent` [...], then `conv_1`, `recurrent_1`, ...
     Raises PlanError for a config without layers, for kinds of layers that are not known, and for models that keep what
     they remember outside the cache. Nothing is allocated, and the model is neither run nor changed.
     """
