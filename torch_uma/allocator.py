@@ -92,7 +92,9 @@ class Allocator:
             self._check_demand(demand)
             spans, fresh = self.room.fresh_runs(demand, runs)
         if spans is None:
-            for band, count in zip(self.bands, demand, strict=True):
+            if len(demand) != len(self.bands):
+                self._check_demand(demand)
+            for band, count in zip(self.bands, demand):
                 if not 0 <= count <= band.num_holes:
                     self._check_demand(demand)
                     spans = self._make_room(demand)
@@ -195,13 +197,11 @@ class Allocator:
         destinations = np.asarray(destination_pages, np.int32)
         if not len(sources):
             return
-        owners = self.tables.owner[band.base + sources]
-        pinned = self.room.pinned_places(index)
+        owner = self.tables.owner[band.base : band.base + band.grid.num_pages]
+        movable = np.setdiff1d(np.flatnonzero(owner >= 0), self.room.pinned_places(index) - band.base)
         if (
-            len(np.unique(sources)) != len(np.unique(destinations))
-            or len(sources) != len(destinations)
-            or (owners < 0).any()
-            or np.isin(band.base + sources, pinned).any()
+            not len(sources) == len(destinations) == len(np.unique(sources)) == len(np.unique(destinations))
+            or not np.isin(sources, movable).all()
             or not np.isin(destinations, self.free_places(index)).all()
         ):
             raise PageError(

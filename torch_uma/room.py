@@ -52,6 +52,8 @@ class Room:
         self.ledger = ledger
         self._step_places = step_places
         self.names = [subpool.name for subpool in plan.subpools]
+        if hints and split:
+            raise PlanError("give hints or split, not both: where the frontiers are frozen there is nothing to hint at")
         edges = _edges(plan, hints or split or {})
         self.grids = [subpool.grid for subpool in plan.subpools]
         if split:
