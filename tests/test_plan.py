@@ -256,6 +256,8 @@ def test_memory_as_text() -> None:
         ({"source": [Layer(shares=1), Layer(shares=0)]}, "stores nothing"),
         ({"source": [Layer(shares=0), STATE]}, "stores nothing"),
         ({"source": [Layer(memories=STATE.memories * 2)]}, "twice"),
+        ({"draft": []}, "no layers"),
+        ({"draft": [STATE, Layer(shares=-1)]}, "shares layer -1"),
         ({"source": object()}, "expected"),
         ({"num_tokens": 10**6}, "one sequence of 1000000 tokens needs"),
     ],

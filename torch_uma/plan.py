@@ -160,7 +160,7 @@ def plan(
 ) -> Plan:
     """Plan an arena of `memory` bytes (or "8GiB") for a transformers model or config, or for a sequence of Layer.
 
-    A page holds `page_size` entries. `dtype` is the dtype of a config's activations where the config does not say it.
+    A page holds `page_size` entries. `dtype` is the dtype of activations, without it what the model or config says.
     `draft` is a second source whose layers are numbered after those of the first and stored in the same entries.
     `pad_entries` keeps strides off multiples of 4 KiB. Raises PlanError for what cannot be planned, above all a budget
     that does not hold one sequence of `num_tokens` tokens.
@@ -168,7 +168,6 @@ def plan(
     layers = _layers_of(source, dtype)
     if draft is not None:
         layers += tuple(_renumbered(layer, len(layers)) for layer in _layers_of(draft, dtype))
-    _check_shares(layers)
     if page_size < 1:
         raise PlanError(f"a page holds at least one entry, but page_size is {page_size}")
     arena_bytes = parse_bytes(memory) // ARENA_ALIGNMENT_BYTES * ARENA_ALIGNMENT_BYTES
@@ -193,10 +192,12 @@ def _layers_of(source: Any, dtype: torch.dtype | None) -> tuple[Layer, ...]:
         for layer in layers:
             if not isinstance(layer, Layer):
                 raise PlanError(f"a sequence of Layer was expected, but it holds {layer!r}")
-        return layers
-    from torch_uma.integrations.transformers.declare import declare
+    else:
+        from torch_uma.integrations.transformers.declare import declare
 
-    return declare(source, dtype=dtype)
+        layers = declare(source, dtype=dtype)
+    _check_shares(layers)
+    return layers
 
 
 def _renumbered(layer: Layer, offset: int) -> Layer:
