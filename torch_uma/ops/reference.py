@@ -98,7 +98,9 @@ def write_rows(
         width = values.numel() // num_entries
         if width == 0:
             continue
-        stored = _encode(values.reshape(*entries.shape, width), dtype, scale).reshape(num_entries, width)
+        if scale is not None:
+            values = values.reshape(*entries.shape, width)
+        stored = _encode(values, dtype, scale).reshape(num_entries, width)
         target = _strided(arena, origin_bytes, entry_bytes, offset_bytes, width * dtype.itemsize)
         lanes = stored.contiguous().view(target.dtype)
         if picks is not None:
@@ -124,7 +126,7 @@ def gather_rows(
     """
     index = entries.reshape(-1)
     absent = None
-    if not on_host(index) or (index.numel() and index.amin() < 0):
+    if not on_host(index) or (index.numel() and index.amin().item() < 0):
         absent = (index < 0).unsqueeze(1)
         index = index.clamp(min=0)
     gathered = []
@@ -218,7 +220,7 @@ class _Picks:
     def of(cls, *indices: Tensor) -> _Picks | None:
         """Picks of the places where no index is negative; None if these are known to be all."""
         readable = on_host(indices[0])
-        if readable and all(index.amin() >= 0 for index in indices):
+        if readable and all(index.amin().item() >= 0 for index in indices):
             return None
         valid = indices[0] >= 0
         for index in indices[1:]:
