@@ -5,6 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.library import opcheck
 
 import torch_uma.ops
@@ -328,6 +329,23 @@ def test_the_samples_cover_every_op():
     from torch_uma.ops.registration import SCHEMAS
 
     assert sorted(samples()) == sorted(schema.partition("(")[0] for schema in SCHEMAS)
+
+
+@pytest.mark.parametrize("name", sorted(samples()))
+def test_on_an_accelerator_no_number_is_read(name, way):
+    with FakeTensorMode() as mode:  # its tensors have no numbers: reading one, or a shape that depends on one, raises
+
+        def without_numbers(value: object) -> object:
+            if isinstance(value, list):
+                return [without_numbers(item) for item in value]
+            return mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
+
+        arguments = [without_numbers(value) for value in samples()[name]]
+        if way == "accelerator":
+            getattr(reference, name)(*arguments)
+        elif name in ("relocate", "remap", "write_rows", "gather_rows"):
+            with pytest.raises(DataDependentOutputException):
+                getattr(reference, name)(*arguments)
 
 
 @pytest.mark.parametrize("name", sorted(samples()))
