@@ -61,5 +61,11 @@ def test_a_decode_step_compiles_in_one_graph_without_a_copy_of_the_arena(name: s
             seen.append(column)
             pool.check()
         tokens[form] = torch.cat(seen, dim=1)
+        # A traced forward, too, says that it has changed states in place.
+        with pytest.raises(KeyError), torch.no_grad(), pool.step(dict.fromkeys(sequences, 1)) as cache:
+            (compiled if form == "compiled" else model)(column, cache=cache, **cache.inputs())
+            raise KeyError
+        with pytest.raises(torch_uma.SequenceError, match="half written"):
+            pool.begin(sequences, 1)
         assert [sequence.length for sequence in sequences] == [length + 4 for length in lengths]
     assert torch.equal(tokens["compiled"], tokens["eager"])

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+
 class UnifiedCache(Cache):
     """A cache for `generate(cache=...)` and for the forward passes of a loop, all kinds of memory in one arena.
 
@@ -66,7 +67,9 @@ class UnifiedCache(Cache):
             on = tensor_device if device is None else torch.device(device)
             max_sequences = max(256, 4 * num_rows)
             if memory is None and max_tokens is not None:
-                made = CachePool(_plan_for(layers, num_rows, max_tokens, page_size, on), max_sequences=max_sequences, device=on)
+                made = CachePool(
+                    _plan_for(layers, num_rows, max_tokens, page_size, on), max_sequences=max_sequences, device=on
+                )
             else:
                 made = CachePool(layers, memory=memory, page_size=page_size, max_sequences=max_sequences, device=on)
             _log.info("took %d bytes on %s for a cache of %d rows", made.plan.arena_bytes, on, num_rows)
@@ -211,9 +214,7 @@ class UnifiedCache(Cache):
         return layer
 
 
-def _plan_for(
-    layers: tuple[Layer, ...], num_rows: int, max_tokens: int, page_size: int, device: torch.device
-) -> Plan:
+def _plan_for(layers: tuple[Layer, ...], num_rows: int, max_tokens: int, page_size: int, device: torch.device) -> Plan:
     """A plan whose arena holds `num_rows` sequences of `max_tokens`, and what their steps need for a while."""
     options: dict[str, Any] = {
         "page_size": page_size,

@@ -13,7 +13,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin, DummyLayer, LinearAttentionCacheLayerMixin
 
 from torch_uma.errors import GradientError, SequenceError
-from torch_uma.integrations.transformers.places import StepPlaces, TokenStore, extent
+from torch_uma.integrations.transformers.places import StepPlaces, TokenStore
 from torch_uma.integrations.transformers.steps import GivenStep, OwnSteps, Part
 from torch_uma.layout import Full, Layer, Lifetime, State, Window
 
@@ -35,7 +35,7 @@ class AttentionLayer(CacheLayerMixin):
         self._steps = steps
 
     @property
-    def is_initialized(self) -> bool:
+    def is_initialized(self) -> bool:  # type: ignore[override]  # nobody sets it
         """Whether there are rows."""
         return isinstance(self._steps, GivenStep) or bool(self._steps.sequences)
 
@@ -70,7 +70,7 @@ class AttentionLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Number of keys that `update` will return for `query_length` new tokens, and the position of the first."""
-        offset, length = extent(self._lifetime, self._steps.past(query_length), query_length)
+        offset, length = self._steps.extent(self._layer, self._lifetime, query_length)
         return length, offset
 
     def get_seq_length(self) -> int:

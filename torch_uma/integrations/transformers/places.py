@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+import torch.utils.dlpack
 from numpy.typing import NDArray
 
 from torch_uma.errors import PlanError
@@ -89,6 +90,8 @@ class StepPlaces:
         self.fresh = bool(step.fresh.all())
         self.tokens: dict[int, TokenPlaces] = {}
         self.stores = stores_of(pool)
+        # By layer, since a traced forward cannot compute them.
+        self.extents: dict[int, tuple[int, int]] = {}
         self._reads: dict[int, torch.Tensor] = {}
         self._states: dict[int, Tensors] = {}
         for subpool in pool.plan.subpools:
@@ -98,10 +101,12 @@ class StepPlaces:
                 self.tokens[subpool.index] = self._place_tokens(subpool)
                 if whole:
                     self.read(subpool)
-        if whole:
-            for layer, store in enumerate(self.stores):
-                if store.state is not None:
-                    self.state(layer)
+        for layer, store in enumerate(self.stores):
+            if whole and store.state is not None:
+                self.state(layer)
+            if whole and store.tokens is not None:
+                lifetime = store.tokens.subpool.lifetime
+                self.extents[layer] = extent(lifetime, self.past, self.num_new_tokens)
 
     def read(self, subpool: SubPool) -> torch.Tensor:
         """The int64 entries [rows, num_read] of what a layer reads, -1 in front of a row that is shorter."""
@@ -242,7 +247,7 @@ def _state_grid(arena: torch.Tensor, subpool: SubPool, placed: PlacedRow) -> tor
     through views of one storage with two dtypes, and the bytes never overlap.
     """
     row = placed.row
-    alias = torch.from_dlpack(arena.view(row.dtype))
+    alias = torch.utils.dlpack.from_dlpack(arena.view(row.dtype))
     strides = tuple(prod(row.shape[axis + 1 :]) for axis in range(len(row.shape)))
     return alias.as_strided(
         (subpool.num_pages, *row.shape),

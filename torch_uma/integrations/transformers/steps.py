@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from torch_uma.errors import ClosedError, OutOfMemory, SequenceError, TorchUmaError
-from torch_uma.integrations.transformers.places import StepPlaces
-from torch_uma.layout import Full
+from torch_uma.integrations.transformers.places import StepPlaces, extent
+from torch_uma.layout import Full, Lifetime
 
 if TYPE_CHECKING:
     from torch_uma.pool import Batch, CachePool
@@ -59,9 +58,9 @@ class GivenStep:
         """Tokens that the longest sequence held before the step."""
         return self.places.max_past
 
-    def past(self, num_new_tokens: int) -> NDArray[np.int64]:
-        """Tokens that each sequence held before the step."""
-        return self.places.past
+    def extent(self, layer: int, lifetime: Lifetime, num_new_tokens: int) -> tuple[int, int]:
+        """The first column and the number of columns of keys that the layer will read."""
+        return self.places.extents[layer]
 
 
 class OwnSteps:
@@ -149,13 +148,10 @@ class OwnSteps:
         self.settle()
         return int(self.sequences[0].length) if self.sequences else 0
 
-    def past(self, num_new_tokens: int) -> NDArray[np.int64]:
-        """Tokens in each row before a forward of `num_new_tokens`, which is expected from now on."""
+    def extent(self, layer: int, lifetime: Lifetime, num_new_tokens: int) -> tuple[int, int]:
+        """As for a given step, in a forward of `num_new_tokens` that is expected from now on."""
         self._announced = num_new_tokens
-        if self._open is None or not self._waiting:
-            self.settle()
-            return np.array([sequence.length for sequence in self.sequences] or [0], dtype=np.int64)
-        return self._open.past
+        return extent(lifetime, np.array([self.length()]), num_new_tokens)
 
     def replace(self, sequences: list[Sequence]) -> None:
         """Makes these the rows, of one length; frees the present ones that are not among them."""
