@@ -32,6 +32,7 @@ class Growth:
     __slots__ = ("_at", "_books", "_cells", "_dying", "_old_end", "_rows", "displaced", "new", "past")
 
     def __init__(self, books: Sequences, rows: Int64Array, num_new_tokens: int) -> None:
+        books.settle()
         self._books = books
         self._rows = rows
         self.past = books.length[rows]
@@ -136,11 +137,10 @@ class Growth:
             mover(k, v2p[displaced[chosen]], v2p[ids[chosen]])
 
     def commit(self) -> None:
-        """The tokens are there: lengths grow, and pages that died with them are given up."""
+        """The tokens are there: lengths grow, and pages that died with them are let go."""
         books, lifespans, rows = self._books, self._books.lifespans, self._rows
         books.length[rows] = self.new
         k, column = self._dying.nonzero()
-        dropped = None
         if len(k):
             at = k * len(books.length) + rows[column]
             first = books.flat_first[at]
@@ -149,16 +149,13 @@ class Growth:
             if self.displaced is not None or (needed - first).max() > 1:
                 cells = spread(cells, needed - first)
                 cells = cells[books.tables.mirror[cells] >= 0]
-            dropped = books.tables.mirror[cells]
+            books.drop(books.tables.mirror[cells])
             books.tables.write(cells, -1)
             books.flat_first[at] = needed
             books.flat_last_needing[at] = lifespans.last_needing(k, needed)
         if self.displaced is not None:
-            remembered = self.displaced[self.displaced >= 0]
-            dropped = remembered if dropped is None else np.concatenate([dropped, remembered])
+            books.drop(self.displaced[self.displaced >= 0])
             books.may_share[rows] = False
-        if dropped is not None:
-            books.drop(dropped)
 
     def abort(self) -> None:
         """The tokens are not there: what was taken is given up, and every row is as before."""

@@ -21,6 +21,7 @@ import torch_uma.ops  # noqa: F401 (registers what the tables and steps call)
 from torch_uma.allocator import Allocator
 from torch_uma.arena import Arena
 from torch_uma.band import PageArray
+from torch_uma.batch import Batch
 from torch_uma.epochs import Epochs
 from torch_uma.errors import ClosedError, LeaseError, PlanError, SequenceError, ThreadError
 from torch_uma.ledger import Lease
@@ -33,7 +34,7 @@ from torch_uma.recount import recount
 from torch_uma.runs import extend_runs
 from torch_uma.sequence import Sequence, Sequences
 from torch_uma.stats import Stats
-from torch_uma.step import Batch, Step
+from torch_uma.step import Step
 from torch_uma.tables import Int64Array, Tables
 
 if TYPE_CHECKING:
@@ -116,8 +117,10 @@ class CachePool:
 
     @property
     def allocator(self) -> Allocator:
-        """The allocator of the arena's pages."""
-        return self.sequences.allocator
+        """The allocator of the arena's pages, once what sequences have let go of is released."""
+        books = self.sequences
+        books.settle()
+        return books.allocator
 
     @property
     def tables(self) -> Tables:
@@ -192,7 +195,7 @@ class CachePool:
             raise SequenceError("a step needs at least one sequence")
         self.check_whole(batch.rows.numbers)
         step = Step(self, batch, num_new_tokens, self.epoch + 1)
-        self.epoch = self.allocator.ledger.epoch = step.epoch
+        self.epoch = self.sequences.allocator.ledger.epoch = step.epoch
         self._steps[step.epoch] = step
         self.tables.flush()
         return step
@@ -289,7 +292,7 @@ class CachePool:
             self._check_idle(np.array([row]))
         return row
 
-    def rows_of(self, sequences: tuple[Sequence, ...]) -> Int64Array:
+    def rows_of(self, sequences: list[Sequence]) -> Int64Array:
         """[n] int64 rows of sequences, each of which is in use, of this pool and named once; raises SequenceError."""
         rows = [sequence._row for sequence in sequences]
         if {sequence._pool for sequence in sequences} - {self} or (rows and min(rows) < 0):

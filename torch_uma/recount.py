@@ -24,7 +24,7 @@ def recount(books: Sequences, open_steps: Iterable[Step]) -> None:
     - after a flush the device's tables equal the host's.
     """
     steps = list(open_steps)
-    faults = [*_row_faults(books, steps), *_reference_faults(books, steps), *_table_faults(books)]
+    faults = [*_row_faults(books, steps), *_reference_faults(books, steps), *_table_faults(books, steps)]
     if faults:
         raise InvariantError("; ".join(faults))
 
@@ -77,11 +77,18 @@ def _reference_faults(books: Sequences, steps: list[Step]) -> Iterator[str]:
         yield f"page {page} is {'live' if live[page] else 'dead'}, but {counted[page]} rows refer to it"
 
 
-def _table_faults(books: Sequences) -> Iterator[str]:
+def _table_faults(books: Sequences, steps: list[Step]) -> Iterator[str]:
     tables = books.tables
     tables.flush()
-    if not np.array_equal(tables.mirror[tables.v2p_base : tables.length_base], books.allocator.v2p):
-        yield "a page has moved, come or gone without a note to the tables"
+    live = np.flatnonzero(books.references)
+    stale = live[tables.mirror[tables.v2p_base + live] != books.allocator.v2p[live]]
+    if len(stale):
+        yield f"{len(stale)} pages have come or moved without a note to the tables, the first is {int(stale[0])}"
+    lengths = books.length.copy()
+    for step in steps:
+        lengths[step.rows] = step.past + step.num_new_tokens
+    if (tables.mirror[tables.length_base :] != lengths).any():
+        yield "the lengths in the tables are not those of the sequences"
     if tables.tensor.device.type == "meta":
         return
     differing = np.flatnonzero(tables.tensor.cpu().numpy() != tables.mirror)

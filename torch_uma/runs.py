@@ -38,6 +38,7 @@ def extend_runs(books: Sequences, rows: Int64Array, num_tokens: int) -> None:
 
     Raises OutOfMemory if the room does not fit in any way, and then no row has changed.
     """
+    books.settle()
     lifespans, allocator = books.lifespans, books.allocator
     end = books.end[:, rows]
     wanted = end.copy()

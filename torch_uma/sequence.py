@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from torch_uma.allocator import Allocator
+from torch_uma.allocator import SCALAR_PAGES, Allocator
 from torch_uma.errors import SequenceError
 from torch_uma.lifespans import NEVER, Lifespans, spread
 from torch_uma.tables import Int32Array, Int64Array, Tables
@@ -68,8 +68,11 @@ class Sequences:
         self.num_freed = 0
         self.last_epoch = np.zeros(num_rows, np.int64)
         self._free_rows = list(range(num_rows - 1, -1, -1))
+        self._freed: list[int] = []  # rows that `settle` has still to clear
+        self._dropped: list[Int32Array] = []  # references that `settle` has still to give up
         self._every = np.arange(num_subpools)
-        self._first_last_needing = lifespans.last_needing(self._every, np.zeros(num_subpools, np.int64))
+        self.last_needing[:] = lifespans.last_needing(self._every, np.zeros(num_subpools, np.int64))[:, None]
+        self._first_limits = self.limits[:, :1].copy()
 
     # Pages
 
@@ -80,19 +83,28 @@ class Sequences:
         return np.unique(ids[ids >= 0])
 
     def drop(self, ids: Int32Array) -> None:
-        """Give up one reference to each of these pages, named as often as given up; those without another are released."""
-        if not len(ids):
-            return
-        if self.num_shared:
-            np.subtract.at(self.references, ids, 1)
-            unreferenced = np.unique(ids[self.references[ids] == 0])
-            self.num_shared -= len(ids) - len(unreferenced)
-            ids = unreferenced
-        else:
-            self.references[ids] = 0
-        if len(ids):
-            self.allocator.release(ids)
-            self.tables.note_pages(ids)
+        """Give up one reference to each of these pages, named as often as given up."""
+        self._dropped.append(ids)
+
+    def settle(self) -> None:
+        """Release what has been let go: pages without another reference, and the rows that were freed."""
+        if self._freed:
+            self._clear(np.array(self._freed))
+            self._free_rows += self._freed
+            self._freed.clear()
+        if self._dropped:
+            ids = np.concatenate(self._dropped)
+            self._dropped.clear()
+            if self.num_shared:
+                np.subtract.at(self.references, ids, 1)
+                unreferenced = np.unique(ids[self.references[ids] == 0])
+                self.num_shared -= len(ids) - len(unreferenced)
+                ids = unreferenced
+            else:
+                self.references[ids] = 0
+                ids.sort()  # so they are by sub-pool, which the allocator would otherwise have to see to
+            if len(ids):
+                self.allocator.release(ids)
 
     def share(self, ids: Int32Array) -> None:
         """Add a reference to each of these pages, which are held already and named once."""
@@ -103,19 +115,25 @@ class Sequences:
 
     def add(self, num_pages: tuple[int, ...]) -> int:
         """Take a row and give it its first pages; SequenceError without a row, OutOfMemory without the pages."""
-        self._check_rows()
-        ids = self.allocator.reserve(num_pages)
+        self._need_row()
+        columns = [(k, column) for k, count in enumerate(num_pages) for column in range(count)]
+        if len(columns) <= SCALAR_PAGES and self.allocator.quote(num_pages).how == "in_place":
+            ids = np.array([self.allocator.reserve_one(k) for k, _ in columns], np.int32)
+        else:
+            self.settle()
+            ids = self.allocator.reserve(num_pages)
         row = self._free_rows.pop()
-        counts = np.array(num_pages, np.int64)
         self.references[ids] = 1
         self.tables.note_pages(ids)
-        self.tables.write(spread(self.tables.origin[:, row], counts), ids)
-        self._open_row(row, 0, end=counts)
+        self.tables.write(self.tables.cells(row, columns), ids)
+        self.end[:, row] = num_pages
+        self.capacity[:, row] = self.end[:, row] * self.lifespans.page_tokens
+        self.live[row] = True
         return row
 
     def fork(self, source: int) -> int:
         """Take a row that shares the pages and the state of `source`, but not the room that it has reserved ahead."""
-        self._check_rows()
+        self._need_row()
         row = self._free_rows.pop()
         length = int(self.length[source])
         first = self.first[:, source]
@@ -127,24 +145,23 @@ class Sequences:
         ids = self.tables.mirror[spread(origin[:, source] + first, counts)]
         self.share(ids)
         self.tables.write(spread(origin[:, row] + first, counts), ids)
-        self._open_row(row, length, end=end)
         self.first[:, row] = first
+        self.end[:, row] = end
+        self.capacity[:, row] = end * self.lifespans.page_tokens
         self.last_needing[:, row] = self.last_needing[:, source]
         self.last_epoch[row] = self.last_epoch[source]
+        self.length[row] = length
+        self.tables.write_lengths(np.array([row]), length)
+        self.live[row] = True
         self.may_share[source] = self.may_share[row] = True
         return row
 
     def free(self, row: int) -> None:
-        """Give up everything that the row holds, and the row."""
-        self._drop_columns(row, self.first[:, row], self.end[:, row])
-        self.end[:, row] = self.first[:, row] = 0
-        self.limits[:, row] = 0
-        self.length[row] = 0
-        self.tables.write_lengths(np.array([row]), 0)
-        self.live[row] = self.may_share[row] = self.torn[row] = False
+        """Let go of everything that the row holds, and of the row."""
+        self.live[row] = False
         self.serial[row] += 1
         self.num_freed += 1
-        self._free_rows.append(row)
+        self._freed.append(row)
 
     def crop(self, row: int, num_tokens: int) -> None:
         """Shorten the row to `num_tokens`, give up the pages behind them; SequenceError if what it needs then is gone."""
@@ -164,7 +181,7 @@ class Sequences:
             end[list(self.lifespans.states)] = 1
             self.first[:, row] = 0
             self.torn[row] = False
-            self.last_needing[:, row] = self._first_last_needing
+            self.last_needing[:, row] = self._first_limits[len(first) :, 0]
         self._drop_columns(row, np.maximum(first, end), self.end[:, row])
         self.end[:, row] = end
         self.capacity[:, row] = end * self.lifespans.page_tokens
@@ -172,10 +189,13 @@ class Sequences:
         self.tables.write_lengths(np.array([row]), num_tokens)
         self.may_share[row] = self.num_shared > 0
 
-    def _check_rows(self) -> None:
+    def _need_row(self) -> None:
+        if not self._free_rows:
+            self.settle()
         if not self._free_rows:
             raise SequenceError(
-                f"all {len(self.length)} rows of the pool are in use; free a sequence, or make the pool with a larger max_sequences"
+                f"all {len(self.length)} rows of the pool are in use; free a sequence, or make the pool with a larger "
+                "max_sequences"
             )
 
     def _check_kept(self, row: int, num_tokens: int) -> None:
@@ -198,21 +218,23 @@ class Sequences:
                 "on; fork() before going on keeps them, crop(0) starts over"
             )
 
-    def _open_row(self, row: int, length: int, *, end: Int64Array) -> None:
-        self.end[:, row] = end
-        self.capacity[:, row] = end * self.lifespans.page_tokens
-        self.last_needing[:, row] = self._first_last_needing
-        self.length[row] = length
-        self.live[row] = True
-        self.last_epoch[row] = 0
-        self.tables.write_lengths(np.array([row]), length)
-
     def _drop_columns(self, row: int, first: Int64Array, end: Int64Array) -> None:
         cells = spread(self.tables.origin[:, row] + first, end - first)
         if len(cells):
-            ids = self.tables.mirror[cells]
+            self.drop(self.tables.mirror[cells])
             self.tables.write(cells, -1)
-            self.drop(ids)
+
+    def _clear(self, rows: Int64Array) -> None:
+        """Let go of all that these rows hold, and make them as rows are that have never been used."""
+        first = self.first[:, rows]
+        cells = spread((self.tables.origin[:, rows] + first).ravel(), (self.end[:, rows] - first).ravel())
+        self.drop(self.tables.mirror[cells])
+        self.tables.write(cells, -1)
+        self.first[:, rows] = self.end[:, rows] = 0
+        self.limits[:, rows] = self._first_limits
+        self.length[rows] = self.last_epoch[rows] = 0
+        self.tables.write_lengths(rows, 0)
+        self.may_share[rows] = self.torn[rows] = False
 
 
 class Sequence:

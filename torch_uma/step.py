@@ -1,12 +1,12 @@
-"""Steps: one forward pass over a batch of sequences, from the reservation of its pages to the moment at which they count.
+"""Steps: one forward pass over a batch of sequences, from the reservation of its pages until they count.
 
-Owns the batch (whose row numbers are kept from step to step) and what a forward asks while its step is open: where its
-tokens and states lie. What a step takes and gives back is `growth`'s business.
+Owns what a forward asks while its step is open: where its tokens and states lie. What a step takes and gives back is
+`growth`'s business.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,120 +14,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from torch_uma.batch import Batch
 from torch_uma.errors import SequenceError
 from torch_uma.growth import Growth
 from torch_uma.plan import SubPool
-from torch_uma.runs import Run, find_run
+from torch_uma.runs import Run
 from torch_uma.sequence import Sequence
 from torch_uma.tables import Int32Array, Int64Array
 
 if TYPE_CHECKING:
     from torch_uma.pool import CachePool
-
-
-class Rows:
-    """Rows of the tables in the order of a batch, and what is remembered about them; they do not change."""
-
-    def __init__(self, pool: CachePool, numbers: Int64Array) -> None:
-        self.numbers = numbers
-        self._pool = pool
-        self._tensor: Tensor | None = None
-        self._runs: dict[int, tuple[tuple[int, int, int], Run | None]] = {}
-
-    def tensor(self) -> Tensor:
-        """[rows] int64 on the pool's device."""
-        if self._tensor is None:
-            self._tensor = torch.from_numpy(self.numbers).to(self._pool.device)
-        return self._tensor
-
-    def run(self, k: int, num_pages: int) -> Run | None:
-        """`find_run` of these rows, remembered while nothing moves and no row holds other pages."""
-        state = (self._pool.allocator.layout_version, self._pool.tables.version, num_pages)
-        known = self._runs.get(k)
-        if known is None or known[0] != state:
-            known = self._runs[k] = (state, find_run(self._pool.sequences, self.numbers, k, num_pages))
-        return known[1]
-
-
-class Batch:
-    """Sequences of one pool in the order of a batch's rows, kept with what every step would otherwise look up again.
-
-    Changing it leaves a step that is open over it as it was. Raises SequenceError for a sequence that was freed, belongs
-    to another pool or is named twice.
-
-    Attributes:
-        sequences: the sequences, in order.
-        rows: their rows in the tables.
-    """
-
-    def __init__(self, pool: CachePool, sequences: Iterable[Sequence]) -> None:
-        chosen = tuple(sequences)
-        numbers = pool.rows_of(chosen)
-        self.pool = pool
-        self._num_freed = pool.sequences.num_freed
-        self._assign(chosen, numbers, pool.sequences.serial[numbers])
-
-    def append(self, sequence: Sequence) -> None:
-        """Put a sequence behind the others."""
-        numbers = self._new_numbers((sequence,), self.rows.numbers)
-        serials = self.pool.sequences.serial[numbers]
-        self._assign(
-            (*self.sequences, sequence),
-            np.concatenate([self.rows.numbers, numbers]),
-            np.concatenate([self._serials, serials]),
-        )
-
-    def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out, which may have been freed already; those behind it move up."""
-        (place,) = self._places([sequence])
-        kept = self.sequences[:place] + self.sequences[place + 1 :]
-        self._assign(kept, np.delete(self.rows.numbers, place), np.delete(self._serials, place))
-
-    def replace(self, old: Iterable[Sequence], new: Iterable[Sequence]) -> None:
-        """Put each of `new` at the place of one of `old`, which may have been freed already; as many of each."""
-        places, joining = self._places(old), tuple(new)
-        if len(places) != len(joining):
-            raise SequenceError(f"{len(places)} sequences cannot be replaced by {len(joining)}")
-        numbers, serials, sequences = self.rows.numbers.copy(), self._serials.copy(), list(self.sequences)
-        new_numbers = self._new_numbers(joining, np.delete(numbers, places))
-        numbers[places] = new_numbers
-        serials[places] = self.pool.sequences.serial[new_numbers]
-        for place, sequence in zip(places, joining, strict=True):
-            sequences[place] = sequence
-        self._assign(tuple(sequences), numbers, serials)
-
-    def check(self) -> None:
-        """Raise SequenceError if a sequence has been freed since it was put in."""
-        books = self.pool.sequences
-        if books.num_freed != self._num_freed:
-            stale = (books.serial[self.rows.numbers] != self._serials).nonzero()[0]
-            if len(stale):
-                raise SequenceError(f"sequence {int(stale[0])} of the batch was freed; remove() or replace() it")
-            self._num_freed = books.num_freed
-
-    def __len__(self) -> int:
-        return len(self.sequences)
-
-    def __iter__(self) -> Iterator[Sequence]:
-        return iter(self.sequences)
-
-    def _assign(self, sequences: tuple[Sequence, ...], numbers: Int64Array, serials: Int64Array) -> None:
-        self.sequences = sequences
-        self.rows = Rows(self.pool, numbers)
-        self._serials = serials
-
-    def _places(self, sequences: Iterable[Sequence]) -> list[int]:
-        try:
-            return [self.sequences.index(sequence) for sequence in sequences]
-        except ValueError:
-            raise SequenceError("a sequence that is to leave the batch is not in it") from None
-
-    def _new_numbers(self, sequences: tuple[Sequence, ...], others: Int64Array) -> Int64Array:
-        numbers = self.pool.rows_of(sequences)
-        twice = np.isin(numbers, others).nonzero()[0]
-        if len(twice):
-            raise SequenceError(f"{sequences[int(twice[0])]!r} is in the batch already; fork() makes a second one")
-        return numbers
 
 
 class Step:
@@ -137,8 +33,7 @@ class Step:
     pages do not move, and its sequences can be neither freed, cropped, forked nor used in another step.
 
     Attributes:
-        sequences: those of the batch, in order.
-        rows: [rows] int64, their rows in the tables.
+        rows: [rows] int64, rows of the tables, in order.
         past: [rows] int64, tokens before the step.
         num_new_tokens: tokens that each row takes.
         epoch: the number of the step.
@@ -160,14 +55,12 @@ class Step:
         "past",
         "pool",
         "rows",
-        "sequences",
         "state_touched",
     )
 
     def __init__(self, pool: CachePool, batch: Batch, num_new_tokens: int, epoch: int) -> None:
         books = pool.sequences
         self.pool = pool
-        self.sequences = batch.sequences
         self.rows = rows = batch.rows.numbers
         self._rows = batch.rows
         self.num_new_tokens = num_new_tokens
@@ -179,6 +72,11 @@ class Step:
         self.state_touched = False
         self.on_settle: Callable[[], None] | None = None
         self.is_open = True
+
+    @property
+    def sequences(self) -> tuple[Sequence, ...]:
+        """The sequences of the batch, in order."""
+        return tuple(self._rows.sequences)
 
     @property
     def fresh(self) -> npt.NDArray[np.bool_]:
@@ -248,4 +146,4 @@ class Step:
         self.is_open = False
         self.on_settle = None
         self.pool.end(self)
-        self.pool.allocator.unpin(self._pin)
+        self.pool.sequences.allocator.unpin(self._pin)

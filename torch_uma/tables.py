@@ -12,14 +12,13 @@ page_tokens)` of a row lie in the page of column `c`. A state sub-pool has one c
 
 from __future__ import annotations
 
-import contextlib
-
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from torch_uma.plan import Plan
+from torch_uma.layout import Full
+from torch_uma.plan import Plan, SubPool
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -34,7 +33,8 @@ class Tables:
 
     Args:
         plan: the sub-pools; their order is that of the tables.
-        v2p: [num_ids] int32, the allocator's table, read at every flush.
+        v2p: [num_ids] int32, the allocator's table, read at every flush. The tables keep what it said of dead ids, which
+            no cell names.
         num_rows: sequences that can exist at once.
         max_tokens: longest sequence; None for what the arena can hold, within reason.
         device: where the tensor lives; on CUDA its stream is the one current now.
@@ -50,10 +50,8 @@ class Tables:
     def __init__(
         self, plan: Plan, v2p: Int32Array, *, num_rows: int, max_tokens: int | None, device: torch.device
     ) -> None:
-        self.max_tokens = _max_tokens(plan, num_rows) if max_tokens is None else max_tokens
-        self.columns = tuple(
-            1 if subpool.is_state else -(-self.max_tokens // subpool.page_tokens) for subpool in plan.subpools
-        )
+        self.max_tokens = _longest(plan, num_rows) if max_tokens is None else max_tokens
+        self.columns = tuple(_num_columns(subpool, self.max_tokens) for subpool in plan.subpools)
         bases = np.cumsum([0, *(num_rows * columns for columns in self.columns)], dtype=np.int64)
         self.origin: Int64Array = bases[:-1, None] + np.arange(num_rows) * np.array(self.columns)[:, None]
         self.v2p_base = int(bases[-1])
@@ -64,15 +62,16 @@ class Tables:
         self.mirror[self.v2p_base : self.length_base] = v2p
         self.mirror[self.length_base :] = 0
         self._v2p = v2p
-        self._bases = bases
+        self._base: list[int] = bases.tolist()
         self._cells: list[Int64Array] = []
         self._ids: list[Int32Array] = []
-        self._staging = _Staging(device)
-        self.tensor: Tensor = torch.from_numpy(self.mirror).to(device, copy=True)
+        self._ring = _PinnedRing(device) if device.type == "cuda" else None
+        with torch.inference_mode(False):  # a tensor made in inference mode could not be written outside of it
+            self.tensor: Tensor = torch.from_numpy(self.mirror).to(device, copy=True)
 
     def page_table(self, index: int) -> Tensor:
         """Page table of a sub-pool: [rows, columns] int32 of virtual ids, a view at a fixed address."""
-        return self.tensor[self._bases[index] : self._bases[index + 1]].view(self.num_rows, -1)
+        return self.tensor[self._base[index] : self._base[index + 1]].view(self.num_rows, -1)
 
     @property
     def v2p(self) -> Tensor:
@@ -83,6 +82,10 @@ class Tables:
     def lengths(self) -> Tensor:
         """[rows] int32, tokens of a row, those of an open step included; a view at a fixed address."""
         return self.tensor[self.length_base :]
+
+    def cells(self, row: int, columns: list[tuple[int, int]]) -> Int64Array:
+        """Cells of a row by (sub-pool, column)."""
+        return np.array([self._base[k] + row * self.columns[k] + column for k, column in columns], np.int64)
 
     def write(self, cells: Int64Array, values: Int32Array | int) -> None:
         """Set cells of the page tables; the device sees it at the next `flush`."""
@@ -101,62 +104,74 @@ class Tables:
         self._ids.append(ids)
 
     def flush(self) -> None:
-        """Bring the device up to date: one copy and one scatter on the arena's stream, which the host does not wait for."""
+        """Bring the device up to date, on the arena's stream, with one copy and one scatter. Does not wait for it."""
         if self._ids:
             ids = np.concatenate(self._ids)
+            self._ids.clear()
             cells = ids + np.int64(self.v2p_base)
             self.mirror[cells] = self._v2p[ids]
             self._cells.append(cells)
-            self._ids.clear()
-        if self._cells:
-            changed = np.concatenate(self._cells)
-            self._cells.clear()
-            self._staging.scatter(self.tensor, changed, self.mirror)
+        if not self._cells:
+            return
+        changed = np.concatenate(self._cells)
+        self._cells.clear()
+        if self._ring is not None:
+            self._ring.scatter(self.tensor, changed, self.mirror)
+        elif self.tensor.device.type == "cpu":
+            values = torch.from_numpy(self.mirror[changed])
+            torch.ops.torch_uma.remap(self.tensor, torch.from_numpy(changed), values)
 
 
-class _Staging:
-    """Carries changed cells to the device through a ring of pinned buffers, so that one fills while another is being read."""
+class _PinnedRing:
+    """Carries changed cells to a CUDA device; one pinned buffer is filled while the device reads the others."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._on_cuda = device.type == "cuda"
-        self._stream = torch.cuda.current_stream(device) if self._on_cuda else None
-        num_buffers = _NUM_STAGING_BUFFERS if self._on_cuda else 1
-        self._buffers = [torch.empty(0, dtype=torch.int32) for _ in range(num_buffers)]
-        self._arrays = [buffer.numpy() for buffer in self._buffers]
-        self._copied: list[torch.cuda.Event | None] = [None] * num_buffers
+        self._stream = torch.cuda.current_stream(device)
+        self._buffers = [torch.empty(0, dtype=torch.int32) for _ in range(_NUM_STAGING_BUFFERS)]
+        self._copied: list[torch.cuda.Event | None] = [None] * _NUM_STAGING_BUFFERS
         self._turn = 0
 
     def scatter(self, table: Tensor, cells: Int64Array, mirror: Int32Array) -> None:
-        """Copy `mirror[cells]` to `table[cells]`."""
-        if self._device.type == "meta":
-            return
-        count = len(cells)
-        turn = self._turn
-        self._turn = (turn + 1) % len(self._buffers)
+        """Copy `mirror[cells]` to `table[cells]`; waits only if the device is a whole ring behind."""
+        turn, count = self._turn, len(cells)
+        self._turn = (turn + 1) % _NUM_STAGING_BUFFERS
         copied = self._copied[turn]
         if copied is not None:
-            copied.synchronize()  # passed long ago, unless the device is a whole ring behind
-        if len(self._arrays[turn]) < 3 * count:
-            self._buffers[turn] = torch.empty(4 * count + 1024, dtype=torch.int32, pin_memory=self._on_cuda)
-            self._arrays[turn] = self._buffers[turn].numpy()
+            copied.synchronize()
+        if len(self._buffers[turn]) < 3 * count:
+            self._buffers[turn] = torch.empty(4 * count + 1024, dtype=torch.int32, pin_memory=True)
         # One buffer for both, so that one copy carries them: the cells as int64, then the values as int32.
-        array = self._arrays[turn]
+        array = self._buffers[turn].numpy()
         array[: 2 * count].view(np.int64)[:] = cells
-        mirror.take(cells, out=array[2 * count : 3 * count], mode="clip")  # "raise", the default, would copy twice
-        with torch.cuda.stream(self._stream) if self._on_cuda else contextlib.nullcontext():
+        array[2 * count : 3 * count] = mirror[cells]
+        with torch.cuda.stream(self._stream):
             staged = self._buffers[turn][: 3 * count].to(self._device, non_blocking=True)
-            if self._on_cuda:
-                copied = self._copied[turn] = torch.cuda.Event()
-                copied.record(self._stream)
+            copied = self._copied[turn] = torch.cuda.Event()
+            copied.record(self._stream)
             torch.ops.torch_uma.remap(table, staged[: 2 * count].view(torch.int64), staged[2 * count :])
 
 
-def _max_tokens(plan: Plan, num_rows: int) -> int:
-    """What the largest sequence that keeps every token can hold, bounded so that the tables stay small beside the arena."""
+def _longest(plan: Plan, num_rows: int) -> int:
+    """Tokens of the longest sequence that the arena can hold, bounded so that the tables stay small beside it."""
     paged = [subpool for subpool in plan.subpools if not subpool.is_state]
-    bounded = [subpool for subpool in paged if subpool.lifetime.first_needed(1 << 40) == 0]
-    room_tokens = [(subpool.num_pages - subpool.first_page) * subpool.page_tokens for subpool in bounded]
+    if not paged:
+        return _DEFAULT_TOKENS
+    whole = [_grid_tokens(subpool) for subpool in paged if _keeps_all(subpool)]
     cells_per_token = num_rows * sum(1 / subpool.page_tokens for subpool in paged)
-    max_tokens = min(room_tokens, default=_DEFAULT_TOKENS)
-    return min(max_tokens, int(_DEFAULT_CELLS / cells_per_token)) if paged else max_tokens
+    return min(min(whole, default=_DEFAULT_TOKENS), max(1, int(_DEFAULT_CELLS / cells_per_token)))
+
+
+def _num_columns(subpool: SubPool, max_tokens: int) -> int:
+    if subpool.is_state:
+        return 1
+    longest = min(max_tokens, _grid_tokens(subpool)) if _keeps_all(subpool) else max_tokens
+    return -(-longest // subpool.page_tokens)
+
+
+def _grid_tokens(subpool: SubPool) -> int:
+    return (subpool.num_pages - subpool.first_page) * subpool.page_tokens
+
+
+def _keeps_all(subpool: SubPool) -> bool:
+    return isinstance(subpool.lifetime, Full)

@@ -1,0 +1,136 @@
+"""Batches: which sequences a step is over, in which order, kept from step to step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torch_uma.errors import SequenceError
+from torch_uma.runs import Run, find_run
+from torch_uma.sequence import Sequence
+from torch_uma.tables import Int64Array
+
+if TYPE_CHECKING:
+    from torch_uma.pool import CachePool
+
+
+class Rows:
+    """Rows of the tables in the order of a batch, and what is remembered about them. They do not change.
+
+    Attributes:
+        sequences: whose rows they are.
+        numbers: [rows] int64.
+    """
+
+    def __init__(self, pool: CachePool, sequences: list[Sequence], numbers: Int64Array) -> None:
+        self.sequences = sequences
+        self.numbers = numbers
+        self._pool = pool
+        self._tensor: Tensor | None = None
+        self._runs: dict[int, tuple[tuple[int, int, int], Run | None]] = {}
+
+    def tensor(self) -> Tensor:
+        """[rows] int64 on the pool's device."""
+        if self._tensor is None:
+            self._tensor = torch.from_numpy(self.numbers).to(self._pool.device)
+        return self._tensor
+
+    def run(self, k: int, num_pages: int) -> Run | None:
+        """`find_run` of these rows, remembered while nothing moves and no row holds other pages."""
+        books = self._pool.sequences
+        state = (books.allocator.layout_version, books.tables.version, num_pages)
+        known = self._runs.get(k)
+        if known is None or known[0] != state:
+            known = self._runs[k] = (state, find_run(books, self.numbers, k, num_pages))
+        return known[1]
+
+
+class Batch:
+    """Sequences of one pool in the order of a batch's rows, kept with what every step would otherwise look up again.
+
+    Changing it leaves a step that is open over it as it was. Raises SequenceError for a sequence that was freed, belongs to
+    another pool or is named twice.
+    """
+
+    def __init__(self, pool: CachePool, sequences: Iterable[Sequence]) -> None:
+        chosen = list(sequences)
+        self.pool = pool
+        self.rows = Rows(pool, chosen, pool.rows_of(chosen))
+        books = pool.sequences
+        self._serials = books.serial[self.rows.numbers]
+        self._num_freed = books.num_freed
+        self._places: dict[Sequence, int] | None = None
+
+    @property
+    def sequences(self) -> tuple[Sequence, ...]:
+        """The sequences, in order."""
+        return tuple(self.rows.sequences)
+
+    def append(self, sequence: Sequence) -> None:
+        """Put a sequence behind the others."""
+        (number,) = self._join([sequence]).tolist()
+        self._places = None
+        self._serials = np.append(self._serials, self.pool.sequences.serial[number])
+        self.rows = Rows(self.pool, [*self.rows.sequences, sequence], np.append(self.rows.numbers, number))
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a sequence out, which may have been freed already; those behind it move up."""
+        (place,) = self._leave([sequence])
+        self._places = None
+        self._serials = np.delete(self._serials, place)
+        others = self.rows.sequences[:place] + self.rows.sequences[place + 1 :]
+        self.rows = Rows(self.pool, others, np.delete(self.rows.numbers, place))
+
+    def replace(self, old: Iterable[Sequence], new: Iterable[Sequence]) -> None:
+        """Put each of `new` at the place of one of `old`, which may have been freed already; as many of each."""
+        leaving, joining = list(old), list(new)
+        places, joining_numbers = self._leave(leaving), self._join(joining)
+        if len(places) != len(joining):
+            raise SequenceError(f"{len(places)} sequences cannot be replaced by {len(joining)}")
+        numbers, sequences, where = self.rows.numbers.copy(), self.rows.sequences.copy(), self._where()
+        numbers[places] = joining_numbers
+        self._serials[places] = self.pool.sequences.serial[joining_numbers]
+        for place, leaver, joiner in zip(places, leaving, joining, strict=True):
+            sequences[place] = joiner
+            del where[leaver]
+            where[joiner] = place
+        self.rows = Rows(self.pool, sequences, numbers)
+
+    def check(self) -> None:
+        """Raise SequenceError if a sequence has been freed since it was put in."""
+        books = self.pool.sequences
+        if books.num_freed != self._num_freed:
+            stale = (books.serial[self.rows.numbers] != self._serials).nonzero()[0]
+            if len(stale):
+                raise SequenceError(f"sequence {int(stale[0])} of the batch was freed; remove() or replace() it")
+            self._num_freed = books.num_freed
+
+    def __len__(self) -> int:
+        return len(self.rows.sequences)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self.rows.sequences)
+
+    def _where(self) -> dict[Sequence, int]:
+        if self._places is None:
+            self._places = {sequence: place for place, sequence in enumerate(self.rows.sequences)}
+        return self._places
+
+    def _leave(self, sequences: list[Sequence]) -> list[int]:
+        where = self._where()
+        places = [where.get(sequence, -1) for sequence in sequences]
+        if -1 in places or len(set(places)) < len(places):
+            raise SequenceError("what is to leave the batch is not in it, or is named twice")
+        return places
+
+    def _join(self, sequences: list[Sequence]) -> Int64Array:
+        where = self._where()
+        numbers = self.pool.rows_of(sequences)
+        for sequence in sequences:
+            if sequence in where:
+                raise SequenceError(f"{sequence!r} is in the batch already; fork() makes a second one")
+        return numbers
