@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from torch_uma.allocator import Allocator
+from torch_uma.band import Band, PageTables
 from torch_uma.layout import Chunk, Full, Layer, Lifetime, Memory, Row, State, Window
 from torch_uma.placement import Grid, Span
 from torch_uma.plan import Plan, plan
@@ -41,6 +42,24 @@ SHAPES: dict[str, tuple[Layer, ...]] = {
 
 def small_plan(shape: str, *, memory: int = 4096, page_size: int = 2) -> Plan:
     return plan(SHAPES[shape], memory=memory, page_size=page_size)
+
+
+def bands_of(grids: Sequence[Grid], spans: Sequence[Span], held: Sequence[Sequence[int]]) -> list[Band]:
+    """Bands with these spans, in which these pages are live (without ids) and the others holes."""
+    tables = PageTables([grid.num_pages for grid in grids])
+    bands = [Band(k, grid, grid.first_page, tables) for k, grid in enumerate(grids)]
+    for band, span, pages in zip(bands, spans, held):
+        if span[1]:
+            band.extend(*span)
+        hold(band, pages)
+    return bands
+
+
+def hold(band: Band, pages: Sequence[int]) -> None:
+    """Make holes of a band live."""
+    band.claim_holes(np.array(pages, np.int32))
+    band.tables.occupied[band.base + np.array(pages, np.int64)] = 1
+    band.count_live(len(pages))
 
 
 def books(allocator: Allocator) -> dict[str, Any]:
@@ -112,10 +131,12 @@ class BoundarySearch:
     boundaries, and that must be enough whole pages of its grid and include its pinned ones.
     """
 
-    def __init__(self, plan: Plan, grids: Sequence[Grid]) -> None:
+    def __init__(self, grids: Sequence[Grid], low_bytes: int, high_bytes: int) -> None:
         self.grids = grids
-        unit = math.gcd(plan.arena_bytes, plan.sink_bytes, *(n for grid in grids for n in grid[:2]))
-        self.edges = np.arange(plan.sink_bytes, plan.arena_bytes + 1, unit)
+        unit = math.gcd(
+            low_bytes, high_bytes, *(grid.origin_bytes for grid in grids), *(grid.page_bytes for grid in grids)
+        )
+        self.edges = np.arange(low_bytes, high_bytes + 1, unit)
         self.capacity = []  # per band: [edges, edges] pages between two boundaries, -1 if they are in the wrong order
         for origin, page_bytes, first, last, _ in grids:
             lowest = np.maximum(first, -((origin - self.edges) // page_bytes))

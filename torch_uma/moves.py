@@ -61,7 +61,8 @@ def plan_moves(bands: Sequence[Band], targets: Sequence[Span]) -> MovePlan:
 def pack(band: Band, pin: Span | None, budget_pages: int) -> tuple[Wave, Span] | None:
     """Move at most `budget_pages` pages into the band's own holes, to shrink its span; None if that gains nothing.
 
-    An end is packed towards its end of the arena, a float towards the side that costs fewer moves.
+    An end is packed towards its end of the arena, a float to the shorter span, pins being as they are, or else towards
+    the side that costs fewer moves.
     """
     if not band.num_holes or budget_pages <= 0:
         return None
@@ -70,7 +71,7 @@ def pack(band: Band, pin: Span | None, budget_pages: int) -> tuple[Wave, Span] |
     down_target = (low, max(low + held, pin[1] if pin else 0))
     up_target = (min(high - held, pin[0] if pin else high), high)
     grows = band.grid.grows
-    towards_low = grows == "up" or (grows == "float" and num_outside(band, down_target) <= num_outside(band, up_target))
+    towards_low = grows == "up" or (grows == "float" and _cost(band, down_target) <= _cost(band, up_target))
     start, end = down_target if towards_low else up_target
     occupied = band.tables.occupied[band.base : band.base + high]
     holes = np.sort(band.hole_pages())
@@ -87,6 +88,10 @@ def pack(band: Band, pin: Span | None, budget_pages: int) -> tuple[Wave, Span] |
     if (start, end) == (low, high):
         return None
     return Wave(band.index, sources, destinations), (start, end)
+
+
+def _cost(band: Band, target: Span) -> tuple[int, int]:
+    return (target[1] - target[0], num_outside(band, target))
 
 
 def _wave(band: Band, target: Span) -> Wave | None:
