@@ -91,17 +91,17 @@ def compare_tokens(model: PreTrainedModel, inputs: Inputs, ours: torch.Tensor, d
 
 
 def show_bytes(live_bytes: list[dict[str, int]]) -> None:
-    """A line for each kind: its bytes over the steps, from the prompt to the last token."""
-    table = Table("kind", "after the prompt", "at the end", "over the steps", box=None)
+    """A line for each kind: the bytes that its pages hold, step by step."""
+    table = Table("bytes of", "first step", "last step", "most", "over the steps", box=None)
     for kind, colour in zip(live_bytes[0], COLOURS):
         values = np.array([live[kind] for live in live_bytes])
-        samples = values[np.linspace(0, len(values) - 1, min(48, len(values))).astype(int)]
-        bars = "".join("▁▂▃▄▅▆▇█"[min(7, int(8 * value / (values.max() + 1)))] for value in samples)
-        table.add_row(Text(kind, colour), f"{values[0]:,}", f"{values[-1]:,}", Text(bars, colour))
+        samples = values[np.linspace(0, len(values) - 1, min(32, len(values))).astype(int)]
+        bars = "".join("▁▂▃▄▅▆▇█"[int(7 * value / values.max())] for value in samples)
+        table.add_row(Text(kind, colour), f"{values[0]:,}", f"{values[-1]:,}", f"{values.max():,}", Text(bars, colour))
     console.print(table)
 
 
-def show_arena(pool: CachePool, width: int = 96) -> None:
+def show_arena(pool: CachePool, width: int = 64) -> None:
     """The arena from its low end to its high end, a cell for each 1/`width`: who holds most of it."""
     plan, allocator = pool.plan, pool.allocator
     held = np.zeros((len(plan.subpools) + 1, width))  # the last is the sink
@@ -111,7 +111,7 @@ def show_arena(pool: CachePool, width: int = 96) -> None:
         for page in pages[pages >= 0]:
             start = kind.origin_bytes + int(page) * kind.page_bytes
             held[index] += covered(start, start + kind.page_bytes, plan.arena_bytes, width)
-    line = Text("arena ")
+    line = Text("  ")
     for cell in range(width):
         owner = int(held[:, cell].argmax())
         if held[owner, cell] == 0:
@@ -148,42 +148,55 @@ def show_capacity(model: PreTrainedModel, max_tokens: int) -> None:
     plan = torch_uma.plan(model, memory="1GiB", num_tokens=max_tokens)
     memory = 40 * plan.bytes_per_sequence(max_tokens) + 4 * plan.sink_bytes
     low, high = plan.subpools[0].name, plan.subpools[-1].name
-    shares = (0.1, 0.3, 0.5, 0.7, 0.9)
-    table = Table("tokens a request", "one arena", *(f"{low} {share:.0%}" for share in shares), box=None)
+    shares = (0.1, 0.3, 0.5, 0.7)
+    table = Table("tokens each", "one arena", *(f"split {share:.0%}" for share in shares), box=None)
     for num_tokens in (max_tokens // 16, max_tokens // 4, max_tokens):
         counts = [num_resident(CachePool(model, memory=memory, max_sequences=1024), num_tokens)]
         for share in shares:
             split = {low: share, high: 1 - share}
             counts.append(num_resident(CachePool(model, memory=memory, max_sequences=1024, split=split), num_tokens))
         table.add_row(str(num_tokens), *map(str, counts))
-    console.print(f"requests that fit into {memory:,} bytes, beside two fixed pools:")
+    console.print(f"requests that fit into {memory:,} bytes; split: two fixed pools, that share for {low!r}")
     console.print(table)
 
 
-def run(name: str, model: PreTrainedModel, inputs: Inputs, num_new_tokens: int) -> bool:
-    """Generates twice and reports; whether the tokens agree."""
+def run(name: str, model: PreTrainedModel, waves: dict[str, Inputs], num_new_tokens: int) -> bool:
+    """Generates every wave of requests twice, ours in one arena that serves all of them; whether the tokens agree."""
     console.rule(name)
-    max_tokens = inputs["input_ids"].shape[1] + num_new_tokens
-    cache = UnifiedCache(model, max_tokens=max_tokens)
+    plan = torch_uma.plan(model, memory="1TiB")
+    widths = {wave: inputs["input_ids"].shape[1] + num_new_tokens for wave, inputs in waves.items()}
+    wave_bytes = [len(waves[wave]["input_ids"]) * plan.bytes_per_sequence(width) for wave, width in widths.items()]
+    pool = CachePool(model, memory=int(1.1 * max(wave_bytes)) + 4 * plan.sink_bytes)
     options = {"max_new_tokens": num_new_tokens, "min_new_tokens": num_new_tokens, "do_sample": False}
-    runs, seconds = [], []
-    with Progress(console=console, transient=True) as progress:
-        for label, given in (("default cache", None), ("one arena", cache)):
-            watch = Watch(progress, label, num_new_tokens, given)
-            started = time.perf_counter()
-            kwargs: dict[str, Any] = {} if given is None else {"cache": given}
-            runs.append(model.generate(**inputs, **options, **kwargs, logits_processor=LogitsProcessorList([watch])))
-            seconds.append(time.perf_counter() - started)
-    verdict = compare_tokens(model, inputs, runs[1], runs[0])
-    lengths = inputs["attention_mask"].sum(1).tolist()
-    console.print(f"prompts of {lengths} tokens, {num_new_tokens} new: tokens [bold]{verdict}[/bold]")
-    console.print(f"{seconds[0]:.2f} s with the default cache, {seconds[1]:.2f} s with one arena")
-    console.print("layers served by", ", ".join(cache.paths()))
-    show_bytes(watch.live_bytes)
-    show_arena(cache.pool)
-    cache.pool.check()
-    show_capacity(model, max_tokens)
-    return not verdict.startswith("DIFFERENT")
+    live_bytes: list[dict[str, int]] = []
+    verdicts = []
+    for wave, inputs in waves.items():
+        cache = UnifiedCache(model, pool=pool, max_tokens=widths[wave])
+        runs, seconds = [], []
+        with Progress(console=console, transient=True) as progress:
+            for label, kwargs in (("default cache", {}), ("one arena", {"cache": cache})):
+                watch = Watch(progress, f"{wave}, {label}", num_new_tokens, kwargs.get("cache"))
+                started = time.perf_counter()
+                runs.append(
+                    model.generate(**inputs, **options, **kwargs, logits_processor=LogitsProcessorList([watch]))
+                )
+                seconds.append(time.perf_counter() - started)
+        verdicts.append(compare_tokens(model, inputs, runs[1], runs[0]))
+        lengths = inputs["attention_mask"].sum(1).tolist()
+        console.print(
+            f"{wave}: {len(lengths)} prompts of {min(lengths)} to {max(lengths)} tokens, {num_new_tokens} new"
+        )
+        console.print(
+            f"  tokens [bold]{verdicts[-1]}[/bold], {seconds[0]:.2f} s by default, {seconds[1]:.2f} s in the arena"
+        )
+        console.print("  layers served by", ", ".join(cache.paths()))
+        show_arena(pool)
+        live_bytes += watch.live_bytes
+        pool.check()
+        cache.reset()
+    show_bytes(live_bytes)
+    show_capacity(model, max(widths.values()))
+    return not any(verdict.startswith("DIFFERENT") for verdict in verdicts)
 
 
 @torch.no_grad()
@@ -223,7 +236,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, default=HERE / "alice.txt", help="a text file to cut prompts from")
     parser.add_argument("--quality", action="store_true", help="compare log-probabilities over the text as well")
     parser.add_argument("--prompts", type=int, default=4)
-    parser.add_argument("--new-tokens", type=int, default=160)
+    parser.add_argument("--new-tokens", type=int, default=120)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
     text = arguments.text.read_text()
@@ -237,8 +250,11 @@ def main() -> None:
     agree = True
     for name, model in models:
         model.to(arguments.device)
-        inputs = pad_left(cut(tokens[:1200], arguments.prompts), pad, model.device)
-        agree &= run(name, model, inputs, arguments.new_tokens)
+        waves = {
+            "many short": pad_left(cut(tokens[:600], 4 * arguments.prompts), pad, model.device),
+            "few long": pad_left(cut(tokens[600:2400], arguments.prompts), pad, model.device),
+        }
+        agree &= run(name, model, waves, arguments.new_tokens)
         if arguments.quality:
             agree &= show_quality(model, tokens)
     sys.exit(0 if agree else 1)

@@ -27,12 +27,12 @@ def serve(model: torch.nn.Module, pool: CachePool, requests: list[torch.Tensor])
             request, prompt = waiting[0]
             try:
                 sequence = pool.add(prompt.shape[1] + NUM_NEW_TOKENS)  # room for all of it, so no step can run out
-            except OutOfMemory as error:
+            except OutOfMemory:
                 if not running:
                     raise
-                print(f"request {request} waits with {len(running)} running: {error.quote.binding} is full")
-                break
+                break  # until one of those that run has left
             waiting.popleft()
+            print(f"request {request}, {prompt.shape[1]} tokens, joins {len(running)} others")
             with pool.step({sequence: prompt.shape[1]}) as cache:
                 logits = model(prompt, cache=cache, **cache.inputs()).logits
             running[sequence], tokens[request] = request, [int(logits[0, -1].argmax())]

@@ -195,6 +195,9 @@ class OwnSteps:
             for sequence in sequences:
                 sequence.free()
             raise
+        # A view over all states needs slots that ascend with the rows, and empty rows can still be told which is which.
+        v2p = self.pool.allocator.v2p
+        sequences.sort(key=lambda sequence: [int(v2p[ids[0]]) for ids in sequence.pages if len(ids)])
         self.sequences = sequences
         self._batch = self.pool.batch(sequences)
         self._room_tokens = 0
