@@ -61,5 +61,5 @@ class Lifespans:
 
 def spread(starts: Int64Array, counts: Int64Array) -> Int64Array:
     """The ranges `[starts[i], starts[i] + counts[i])` one after another."""
-    before = np.cumsum(counts) - counts
-    return np.repeat(starts - before, counts) + np.arange(counts.sum())
+    ends = counts.cumsum()
+    return np.repeat(starts - ends + counts, counts) + np.arange(ends[-1] if len(ends) else 0)

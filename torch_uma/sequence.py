@@ -48,11 +48,9 @@ class Sequences:
         self.allocator = allocator
         self.tables = tables
         self.length = np.zeros(num_rows, np.int64)
-        self.first = np.zeros((num_subpools, num_rows), np.int64)
-        self.end = np.zeros((num_subpools, num_rows), np.int64)
-        self.limits = np.zeros((2 * num_subpools, num_rows), np.int64)
-        self.capacity = self.limits[:num_subpools]
-        self.last_needing = self.limits[num_subpools:]
+        self._columns = np.zeros((4 * num_subpools, num_rows), np.int64)
+        self.first, self.end, self.capacity, self.last_needing = np.split(self._columns, 4)
+        self.limits = self._columns[2 * num_subpools :]
         self.flat_origin = tables.origin.reshape(-1)
         self.flat_first = self.first.reshape(-1)
         self.flat_end = self.end.reshape(-1)
@@ -72,7 +70,7 @@ class Sequences:
         self._dropped: list[Int32Array] = []  # references that `settle` has still to give up
         self._every = np.arange(num_subpools)
         self.last_needing[:] = lifespans.last_needing(self._every, np.zeros(num_subpools, np.int64))[:, None]
-        self._first_limits = self.limits[:, :1].copy()
+        self._unused = self._columns[:, :1].copy()
 
     # Pages
 
@@ -181,7 +179,7 @@ class Sequences:
             end[list(self.lifespans.states)] = 1
             self.first[:, row] = 0
             self.torn[row] = False
-            self.last_needing[:, row] = self._first_limits[len(first) :, 0]
+            self.last_needing[:, row] = self._unused[3 * len(first) :, 0]
         self._drop_columns(row, np.maximum(first, end), self.end[:, row])
         self.end[:, row] = end
         self.capacity[:, row] = end * self.lifespans.page_tokens
@@ -226,12 +224,12 @@ class Sequences:
 
     def _clear(self, rows: Int64Array) -> None:
         """Let go of all that these rows hold, and make them as rows are that have never been used."""
-        first = self.first[:, rows]
-        cells = spread((self.tables.origin[:, rows] + first).ravel(), (self.end[:, rows] - first).ravel())
+        held = self._columns.take(rows, axis=1)
+        first, end = held[: len(self.first)], held[len(self.first) : 2 * len(self.first)]
+        cells = spread((self.tables.origin.take(rows, axis=1) + first).ravel(), (end - first).ravel())
         self.drop(self.tables.mirror[cells])
         self.tables.write(cells, -1)
-        self.first[:, rows] = self.end[:, rows] = 0
-        self.limits[:, rows] = self._first_limits
+        self._columns[:, rows] = self._unused
         self.length[rows] = self.last_epoch[rows] = 0
         self.tables.write_lengths(rows, 0)
         self.may_share[rows] = self.torn[rows] = False

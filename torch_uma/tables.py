@@ -68,6 +68,7 @@ class Tables:
         self._ring = _PinnedRing(device) if device.type == "cuda" else None
         with torch.inference_mode(False):  # a tensor made in inference mode could not be written outside of it
             self.tensor: Tensor = torch.from_numpy(self.mirror).to(device, copy=True)
+        self._array = self.tensor.numpy() if device.type == "cpu" else None
 
     def page_table(self, index: int) -> Tensor:
         """Page table of a sub-pool: [rows, columns] int32 of virtual ids, a view at a fixed address."""
@@ -117,9 +118,8 @@ class Tables:
         self._cells.clear()
         if self._ring is not None:
             self._ring.scatter(self.tensor, changed, self.mirror)
-        elif self.tensor.device.type == "cpu":
-            values = torch.from_numpy(self.mirror[changed])
-            torch.ops.torch_uma.remap(self.tensor, torch.from_numpy(changed), values)
+        elif self._array is not None:
+            self._array[changed] = self.mirror[changed]
 
 
 class _PinnedRing:
