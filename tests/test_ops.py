@@ -70,6 +70,15 @@ def test_relocate_of_nothing_changes_nothing(src, dst):
     assert torch.equal(arena, before)
 
 
+@pytest.mark.parametrize(("src", "dst"), [([5], [2]), ([2], [5]), ([9], [8])])
+def test_relocate_refuses_pages_outside_the_arena(src, dst):
+    arena = random_arena(16 + 5 * 32 + 16)
+    before = arena.clone()
+    with pytest.raises(IndexError):
+        ops.relocate(arena, torch.tensor(src), torch.tensor(dst), 16, 32)
+    assert torch.equal(arena, before)
+
+
 # remap
 
 

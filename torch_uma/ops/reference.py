@@ -239,9 +239,9 @@ class _Picks:
     def values(self, values: Tensor, target: Tensor, index: Tensor) -> Tensor:
         """The values of the used indices, or what `target` holds at `index` if there is none."""
         picked = values.index_select(0, self._positions)
-        return (
-            picked if self._any_valid is None else torch.where(self._any_valid, picked, target.index_select(0, index))
-        )
+        if self._any_valid is None:
+            return picked
+        return torch.where(self._any_valid, picked, target.index_select(0, index))
 
 
 def _lane(num_bytes: int) -> torch.dtype:
@@ -265,6 +265,9 @@ def _copy_pages(arena: Tensor, src_pages: Tensor, dst_pages: Tensor, origin_byte
     A memoryview does it in a Python loop with a tenth of the cost per copy that a tensor has.
     """
     src, dst = src_pages.numpy(), dst_pages.numpy()
+    last_page = max(src.max(initial=-1), dst.max(initial=-1))
+    if origin_bytes + (last_page + 1) * page_bytes > arena.numel():
+        raise IndexError(f"page {last_page} passes the end of an arena of {arena.numel()} bytes")
     starts = np.flatnonzero((np.diff(src, prepend=-2) != 1) | (np.diff(dst, prepend=-2) != 1))
     src_bytes = (src[starts] * page_bytes + origin_bytes).tolist()
     dst_bytes = (dst[starts] * page_bytes + origin_bytes).tolist()
