@@ -63,7 +63,7 @@ class Allocator:
         self.v2p = self.tables.v2p
         self.ledger = Ledger(self.id_base[-1], self._reclaim)
         self._in_steps: dict[object, Callable[[], PageArray]] = {}
-        self._base_of_kind = np.array(self.id_base[:-1], np.int64)
+        self._base_of_band = np.array(self.id_base, np.int64)
         self.room = Room(plan, self.tables, self.ledger, self.open_step_places, hints=hints, split=split)
         self.bands: list[Band] = self.room.bands
 
@@ -84,7 +84,7 @@ class Allocator:
         """Take `demand[k]` pages of every sub-pool `k`, all or nothing.
 
         Sub-pools in `runs` prefer physically consecutive pages, ascending in the order returned; it is a preference
-        only. Returns [sum(demand)] int32 ids, those of sub-pool 0 first. Moves pages where the quote says so. Raises
+        only. Returns [sum(demand)] int64 ids, those of sub-pool 0 first. Moves pages where the quote says so. Raises
         OutOfMemory with the quote, and then nothing has changed.
         """
         spans = fresh = None
@@ -100,9 +100,8 @@ class Allocator:
                     spans = self._make_room(demand)
                     break
         num_pages = sum(demand)
-        ids = np.empty(num_pages, np.int32)
-        pages = np.empty(num_pages, np.int32)
-        places = np.empty(num_pages, np.int64)
+        ids = np.empty(num_pages, np.int64)
+        pages = np.empty(num_pages, np.int64)
         start = 0
         for k, count in enumerate(demand):
             if not count:
@@ -114,10 +113,10 @@ class Allocator:
             pages[start:end] = band.take_run(count) if k in runs else band.pop_holes(count)
             band.num_free_ids -= count
             ids[start:end] = band.ids[band.num_free_ids : band.num_free_ids + count][::-1]
-            np.add(pages[start:end], band.base, out=places[start:end])
             band.count_live(count)
             start = end
         tables = self.tables
+        places = pages + tables.base_of[ids]
         tables.v2p[ids] = pages
         tables.owner[places] = ids
         tables.occupied[places] = 1
@@ -151,40 +150,31 @@ class Allocator:
             self._release_few(ids.tolist(), subpool)
             return
         tables = self.tables
+        ids = np.sort(ids)  # by sub-pool, then, and what is named twice stands side by side
         places = self.places(ids, subpool)
-        kinds = tables.kind[ids]
-        if (kinds[1:] < kinds[:-1]).any():
-            order = kinds.argsort(kind="stable")
-            ids, places, kinds = ids[order], places[order], kinds[order]
-        marks = np.arange(count, dtype=np.int32)
-        tables.hole_at[places] = marks
-        if not (tables.hole_at[places] == marks).all():
-            tables.hole_at[places] = NO_PAGE
+        if np.count_nonzero(ids[1:] == ids[:-1]):
             raise PageError(
                 f"release of {count} pages names some of them twice: {named_twice(ids)}; name each page once"
             )
-        pages_of = tables.v2p[ids]
         tables.v2p[ids] = NO_PAGE
         tables.owner[places] = NO_PAGE
         leased = self.ledger.counts[places] > 0 if self.ledger.leases else None
-        start = 0
-        for band, num_ids in zip(self.bands, np.bincount(kinds, minlength=len(self.bands)).tolist()):
+        edges = ids.searchsorted(self._base_of_band).tolist()
+        for band, start, end in zip(self.bands, edges, edges[1:]):
+            num_ids = end - start
             if not num_ids:
                 continue
-            end = start + num_ids
             band.ids[band.num_free_ids : band.num_free_ids + num_ids] = ids[start:end]
             band.num_free_ids += num_ids
             band.num_live -= num_ids
-            freed = pages_of[start:end]
-            if leased is not None and leased[start:end].any():
+            freed = places[start:end]
+            if leased is not None:
                 kept = leased[start:end]
-                band.num_quarantined += int(kept.sum())
-                tables.hole_at[places[start:end][kept]] = NO_PAGE
+                band.num_quarantined += int(np.count_nonzero(kept))
                 freed = freed[~kept]
-            tables.occupied[band.base + freed] = 0
-            band.push_holes(freed)
+            tables.occupied[freed] = 0
+            band.push_holes(freed - band.base)
             band.pull_back()
-            start = end
 
     def release_one(self, page: int) -> None:
         """Give one page back: `release` for the commonest case, without vectors."""
@@ -193,8 +183,8 @@ class Allocator:
     def move(self, index: int, source_pages: PageArray, destination_pages: PageArray) -> None:
         """Move live, unpinned pages of one sub-pool to free places of `free_places(index)`, as one wave."""
         band = self.bands[index]
-        sources = np.asarray(source_pages, np.int32)
-        destinations = np.asarray(destination_pages, np.int32)
+        sources = np.asarray(source_pages, np.int64)
+        destinations = np.asarray(destination_pages, np.int64)
         if not len(sources):
             return
         owner = self.tables.owner[band.base : band.base + band.grid.num_pages]
@@ -269,12 +259,15 @@ class Allocator:
     def places(self, ids: PageArray, subpool: int | None) -> PlaceArray:
         """[n] int64 flat places of live ids; raises PageError for any that is not live or not of `subpool`."""
         tables = self.tables
+        if len(ids) and ids.min() < 0:
+            raise PageError(self._explain(ids, subpool))
         try:
-            unsigned = ids.view(np.uint32)  # a negative id becomes one that is far too large
-            places = self._base_of_kind[tables.kind[unsigned]] + tables.v2p[unsigned]
+            places = tables.base_of[ids] + tables.v2p[ids]
         except IndexError:
             raise PageError(self._explain(ids, subpool)) from None
-        if not (tables.owner[places] == ids).all() or (subpool is not None and (tables.kind[ids] != subpool).any()):
+        if np.count_nonzero(tables.owner[places] != ids) or (
+            subpool is not None and (tables.kind[ids] != subpool).any()
+        ):
             raise PageError(self._explain(ids, subpool))
         return places
 
@@ -370,19 +363,17 @@ class Allocator:
             mine = freed[first:last]
             self.tables.occupied[mine] = 0
             band.num_quarantined -= len(mine)
-            band.push_holes((mine - band.base).astype(np.int32))
+            band.push_holes(mine - band.base)
             band.pull_back()
 
     def _as_ids(self, pages: npt.NDArray[np.integer] | Sequence[int]) -> PageArray:
-        """The ids as int32, refusing what would change on the way."""
+        """The ids as int64, refusing what is no flat list of whole numbers."""
         ids = np.asarray(pages)
         if ids.dtype == np.int32 and ids.ndim == 1:
-            return ids
+            return ids.astype(np.int64)
         if ids.ndim != 1 or (ids.dtype.kind not in "iu" and ids.size):
             raise PageError(f"page ids are a flat list of whole numbers, not {ids.dtype} of shape {ids.shape}")
-        if ids.size and not (ids.min() >= 0 and ids.max() < self.id_base[-1]):
-            raise PageError(self._explain(ids, None))
-        return ids.astype(np.int32)
+        return ids.astype(np.int64)
 
     def _check_demand(self, demand: Sequence[int]) -> None:
         if len(demand) != len(self.bands) or any(count < 0 for count in demand):

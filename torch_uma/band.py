@@ -21,7 +21,7 @@ import numpy.typing as npt
 from torch_uma.errors import PlanError
 from torch_uma.placement import EMPTY, Grid, Span
 
-PageArray = npt.NDArray[np.int32]
+PageArray = npt.NDArray[np.int64]  # pages, places and ids: int64 is what numpy indexes with fastest
 
 NO_PAGE = -1
 SINK = -2  # what `owner` says of the sink's pages, so that no id can ever name them
@@ -37,6 +37,7 @@ class PageTables:
         hole_at: [num_places] int32, where a hole stands in its band's stack, or -1: an entry of the stack counts iff
             this agrees.
         kind: [num_ids] uint8, the sub-pool of an id.
+        base_of: [num_ids] int64, where the sub-pool of an id starts.
     """
 
     def __init__(self, grid_lengths: Sequence[int]) -> None:
@@ -54,6 +55,7 @@ class PageTables:
         self.occupied = np.frombuffer(self.occupied_bytes, np.uint8)
         self.hole_at = np.full(total, NO_PAGE, np.int32)
         self.kind = np.repeat(np.arange(len(grid_lengths), dtype=np.uint8), grid_lengths)
+        self.base_of = np.repeat(np.array(self.base[:-1], np.int64), grid_lengths)
         # Views that hand out Python ints: a scalar read costs a third of numpy's.
         self.v2p_cells = self.v2p.data
         self.owner_cells = self.owner.data
@@ -95,13 +97,13 @@ class Band:
         self.moved_pages = 0
         num_pages = tables.base[index + 1] - self.base
         # Twice the grid, so that dropping the stale entries is paid for by the pushes that made them.
-        self.holes = np.empty(2 * num_pages, np.int32)
+        self.holes = np.empty(2 * num_pages, np.int64)
         self.top = 0
         for page in range(first_page):
             tables.v2p[self.base + page] = page
             tables.owner[self.base + page] = SINK
         self.num_free_ids = num_pages - first_page
-        self.ids = np.arange(self.base + num_pages - 1, self.base + first_page - 1, -1, dtype=np.int32)
+        self.ids = np.arange(self.base + num_pages - 1, self.base + first_page - 1, -1)
 
     @property
     def span(self) -> Span:
@@ -243,11 +245,11 @@ class Band:
         if high == self.high + 1:
             self.push_hole(self.high)
         elif high > self.high:
-            self.push_holes(np.arange(high - 1, self.high - 1, -1, dtype=np.int32))
+            self.push_holes(np.arange(high - 1, self.high - 1, -1))
         if low == self.low - 1:
             self.push_hole(low)
         elif low < self.low:
-            self.push_holes(np.arange(low, self.low, dtype=np.int32))
+            self.push_holes(np.arange(low, self.low))
         self.low, self.high = low, high
 
     def retract(self, low: int, high: int) -> None:

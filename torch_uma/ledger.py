@@ -30,14 +30,14 @@ class Lease:
 
     Attributes:
         user: who reads or writes the pages, for messages.
-        pages: [n] int32 virtual page ids as they were when the lease was opened.
+        pages: [n] int64 virtual page ids as they were when the lease was opened.
         epoch: the number of the last step begun before the lease; another stream must wait for it before it touches
             the pages.
     """
 
     __slots__ = ("_ledger", "epoch", "is_open", "pages", "places", "user")
 
-    def __init__(self, ledger: Ledger, user: str, pages: npt.NDArray[np.int32], places: PlaceArray, epoch: int) -> None:
+    def __init__(self, ledger: Ledger, user: str, pages: npt.NDArray[np.int64], places: PlaceArray, epoch: int) -> None:
         self._ledger = ledger
         self.user = user
         self.pages = pages
@@ -71,7 +71,7 @@ class Ledger:
         self._waiting: list[tuple[Lease, Event]] = []
         self._on_unleased = on_unleased
 
-    def open(self, pages: npt.NDArray[np.int32], places: PlaceArray, user: str) -> Lease:
+    def open(self, pages: npt.NDArray[np.int64], places: PlaceArray, user: str) -> Lease:
         if not len(places):
             raise LeaseError(f"{user!r} asked for a lease of no pages; name at least one")
         lease = Lease(self, user, pages, np.unique(places), self.epoch)

@@ -76,12 +76,12 @@ def pack(band: Band, pin: Span | None, budget_pages: int) -> tuple[Wave, Span] |
     occupied = band.tables.occupied[band.base : band.base + high]
     holes = np.sort(band.hole_pages())
     if towards_low:
-        sources = (np.flatnonzero(occupied[end:high]) + end)[-budget_pages:].astype(np.int32)
+        sources = (np.flatnonzero(occupied[end:high]) + end)[-budget_pages:]
         if len(sources) == budget_pages:
             end = int(sources[0])
         destinations = holes[: len(sources)]
     else:
-        sources = (np.flatnonzero(occupied[low:start]) + low)[:budget_pages].astype(np.int32)
+        sources = (np.flatnonzero(occupied[low:start]) + low)[:budget_pages]
         if len(sources) == budget_pages:
             start = int(sources[-1]) + 1
         destinations = holes[len(holes) - len(sources) :]
@@ -104,8 +104,8 @@ def _wave(band: Band, target: Span) -> Wave | None:
     if not count:
         return None
     # Pages new to the span first, nearest to the pages that stay: they are consecutive, so runs stay whole.
-    fresh_above = np.arange(max(high, start), end, dtype=np.int32)[:count]
-    fresh_below = np.arange(start, min(low, end), dtype=np.int32)
+    fresh_above = np.arange(max(high, start), end)[:count]
+    fresh_below = np.arange(start, min(low, end))
     fresh_below = fresh_below[max(0, len(fresh_below) - (count - len(fresh_above))) :]
     missing = count - len(fresh_above) - len(fresh_below)
     places = [fresh_below, fresh_above]
@@ -113,7 +113,7 @@ def _wave(band: Band, target: Span) -> Wave | None:
         holes = band.hole_pages()
         holes = np.sort(holes[(holes >= start) & (holes < end)])
         places.append(holes[-missing:] if band.grid.grows == "down" else holes[:missing])
-    sources = np.concatenate([below, above]).astype(np.int32)
+    sources = np.concatenate([below, above])
     destinations = np.sort(np.concatenate(places))
     assert len(sources) == len(destinations), (band.span, target, len(sources), len(destinations))
     return Wave(band.index, sources, destinations)

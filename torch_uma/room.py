@@ -178,9 +178,9 @@ class Room:
         band = self.bands[index]
         low, high = self._reach(index)
         if band.low == band.high:
-            return np.empty(0, np.int32)
-        below = np.arange(low, band.low, dtype=np.int32)
-        above = np.arange(band.high, high, dtype=np.int32)
+            return np.empty(0, np.int64)
+        below = np.arange(low, band.low)
+        above = np.arange(band.high, high)
         return np.concatenate([below, np.sort(band.hole_pages()), above])
 
     # Pins
