@@ -352,11 +352,7 @@ def test_a_prompt_may_come_in_chunks(name: str) -> None:
     assert_same_tokens(model, tokens, expected(name, "eager", False), inputs["attention_mask"])
 
 
-def test_a_forward_that_stopped_half_way_is_taken_back() -> None:
-    model = model_of("gpt_oss")
-    inputs = prompts(LENGTHS)
-    cache = poisoned(model)
-
+def stopped_half_way(model: PreTrainedModel, inputs: Inputs, cache: torch_uma.UnifiedCache) -> None:
     def fail(*_: Any) -> None:
         raise KeyboardInterrupt
 
@@ -364,8 +360,70 @@ def test_a_forward_that_stopped_half_way_is_taken_back() -> None:
     with pytest.raises(KeyboardInterrupt):
         generate(model, inputs, cache=cache)
     hook.remove()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_prompt_that_stopped_half_way_is_taken_back(name: str) -> None:
+    model = model_of(name)
+    inputs = prompts(LENGTHS)
+    cache = poisoned(model)
+    stopped_half_way(model, inputs, cache)
+    assert cache.get_seq_length() == 0
+    tokens = generate(model, inputs, cache=cache)
+    assert_same_tokens(model, tokens, expected(name, "eager", False), inputs["attention_mask"])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_decode_step_that_stopped_half_way_is_taken_back_or_says_that_it_cannot_be(name: str) -> None:
+    model = model_of(name)
+    inputs = prompts(LENGTHS)
+    cache = poisoned(model)
+    first = generate(model, inputs, cache=cache, max_new_tokens=1)
+    longer = {"input_ids": first, "attention_mask": torch.nn.functional.pad(inputs["attention_mask"], (0, 1), value=1)}
+    stopped_half_way(model, longer, cache)
+    assert cache.get_seq_length() == max(LENGTHS)
+    if name != "gpt_oss":  # a state was changed in place
+        with pytest.raises(torch_uma.SequenceError, match="half written"):
+            generate(model, longer, cache=cache)
+        cache.reset()
+    tokens = generate(model, longer, cache=cache, max_new_tokens=NUM_NEW - 1)
+    assert_same_tokens(model, tokens, expected(name, "eager", False), inputs["attention_mask"])
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "bamba"])
+def test_states_that_lie_at_no_stride_are_copied_and_written_back(name: str) -> None:
+    model = model_of(name)
+    inputs = prompts(LENGTHS)
+    pool = torch_uma.CachePool(model, memory=MEMORY)
+    torch_uma.testing.poison(pool)
+    others = [pool.add() for _ in range(4)]
+    slots = [int(pool.allocator.v2p[other.pages[0][0]]) for other in others]
+    for slot in (0, 1, 3):
+        others[slots.index(sorted(slots)[slot])].free()
+    pool.check()
+    cache = torch_uma.UnifiedCache(model, pool=pool)
+    tokens = generate(model, inputs, cache=cache)
+    assert_same_tokens(model, tokens, expected(name, "eager", False), inputs["attention_mask"])
+    assert "state copy" in cache.paths() and "state view" not in cache.paths()
+
+
+def test_rows_can_be_made_early() -> None:
+    model = model_of("gpt_oss")
+    cache = poisoned(model)
+    assert not cache.is_initialized and cache.batch_size == -1
+    cache.early_initialization(3, 2, 16, torch.float32, torch.device("cpu"))
+    assert cache.is_initialized and cache.batch_size == 3
+    inputs = prompts(LENGTHS)
     tokens = generate(model, inputs, cache=cache)
     assert_same_tokens(model, tokens, expected("gpt_oss", "eager", False), inputs["attention_mask"])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_speculation_is_refused_where_it_could_not_be_taken_back(name: str) -> None:
+    model = model_of(name)
+    cache = poisoned(model)
+    with pytest.raises(ValueError):
+        generate(model, prompts((8,)), cache=cache, prompt_lookup_num_tokens=3)
 
 
 def test_another_batch_is_refused() -> None:

@@ -141,6 +141,7 @@ class OwnSteps:
             places.keep_states()
             places.step.commit()
 
+    @_untraced
     def length(self) -> int:
         """Tokens in every row after the last whole step."""
         if self._open is not None and self._waiting:
@@ -148,6 +149,7 @@ class OwnSteps:
         self.settle()
         return int(self.sequences[0].length) if self.sequences else 0
 
+    @_untraced
     def extent(self, layer: int, lifetime: Lifetime, num_new_tokens: int) -> tuple[int, int]:
         """As for a given step, in a forward of `num_new_tokens` that is expected from now on."""
         self._announced = num_new_tokens
@@ -187,6 +189,7 @@ class OwnSteps:
         assert not self.sequences
         if self.pool is None:
             self.pool = self._make_pool(num_rows, device)
+        allocator = self.pool.allocator  # which first takes back what earlier rows have let go of
         sequences: list[Sequence] = []
         try:
             for _ in range(num_rows):
@@ -196,8 +199,7 @@ class OwnSteps:
                 sequence.free()
             raise
         # A view over all states needs slots that ascend with the rows, and empty rows can still be told which is which.
-        v2p = self.pool.allocator.v2p
-        sequences.sort(key=lambda sequence: [int(v2p[ids[0]]) for ids in sequence.pages if len(ids)])
+        sequences.sort(key=lambda sequence: [int(allocator.v2p[ids[0]]) for ids in sequence.pages if len(ids)])
         self.sequences = sequences
         self._batch = self.pool.batch(sequences)
         self._room_tokens = 0
