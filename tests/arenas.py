@@ -57,7 +57,7 @@ def bands_of(grids: Sequence[Grid], spans: Sequence[Span], held: Sequence[Sequen
 
 def hold(band: Band, pages: Sequence[int]) -> None:
     """Make holes of a band live."""
-    band.claim_holes(np.array(pages, np.int32))
+    band.claim_holes(np.array(pages, np.int64))
     band.tables.occupied[band.base + np.array(pages, np.int64)] = 1
     band.count_live(len(pages))
 
@@ -103,7 +103,7 @@ class StampedArena:
         start, width = subpool.origin_bytes // WORD_BYTES, subpool.page_bytes // WORD_BYTES
         return self.words[start : start + subpool.num_pages * width].reshape(subpool.num_pages, width)
 
-    def move(self, index: int, sources: npt.NDArray[np.int32], destinations: npt.NDArray[np.int32]) -> None:
+    def move(self, index: int, sources: npt.NDArray[np.int64], destinations: npt.NDArray[np.int64]) -> None:
         if self.waves_before_failure is not None:
             if self.waves_before_failure == 0:
                 self.waves_before_failure = None

@@ -22,8 +22,8 @@ def band_of(grows: str = "float", span: tuple[int, int] = EMPTY, held: tuple[int
     return band
 
 
-def pages(*of: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-    return np.array(of, np.int32)
+def pages(*of: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    return np.array(of, np.int64)
 
 
 def assert_holes(band: Band, expected: list[int]) -> None:
@@ -167,12 +167,12 @@ def test_a_claimed_hole_that_comes_back_counts_once() -> None:
 
 def test_few_valid_entries_far_down_the_stack_are_found() -> None:
     band = band_of(span=(2, 19))
-    band.claim_holes(np.arange(2, 17, dtype=np.int32))
+    band.claim_holes(np.arange(2, 17, dtype=np.int64))
     assert_holes(band, [18, 17])
     assert band.pop_holes(1).tolist() == [17]
     assert_holes(band, [18])
     band = band_of(span=(2, 19))
-    band.claim_holes(np.delete(np.arange(2, 19, dtype=np.int32), [3, 7, 12]))
+    band.claim_holes(np.delete(np.arange(2, 19, dtype=np.int64), [3, 7, 12]))
     assert band.pop_holes(2).tolist() == [5, 9]
     assert_holes(band, [14])
 
@@ -196,8 +196,8 @@ def test_the_stack_never_overflows_however_often_holes_are_claimed_and_pushed() 
 
 def test_stale_entries_are_dropped_only_where_the_stack_is_full() -> None:
     band = band_of(span=(1, 20))
-    band.claim_holes(np.arange(1, 20, dtype=np.int32))
-    band.push_holes(np.arange(1, 20, dtype=np.int32))
+    band.claim_holes(np.arange(1, 20, dtype=np.int64))
+    band.push_holes(np.arange(1, 20, dtype=np.int64))
     assert band.top == 38
     band.claim_holes(pages(1, 2))
     band.push_holes(pages(1, 2))

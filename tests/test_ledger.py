@@ -18,7 +18,7 @@ class Books:
         self.ledger = Ledger(10, lambda places: self.unleased.append(places.tolist()))
 
     def open(self, *places: int, user: str = "test") -> Lease:
-        return self.ledger.open(np.array(places, np.int32) + 100, np.array(places, np.int64), user)
+        return self.ledger.open(np.array(places, np.int64) + 100, np.array(places, np.int64), user)
 
     def assert_counts(self, **counts: int) -> None:
         expected = [counts.get(f"at_{place}", 0) for place in range(10)]

@@ -87,7 +87,7 @@ class World:
     def reserve_one(self, rnd: random.Random) -> bool:
         index = rnd.choice(self.kinds)
         demand = [int(k == index) for k in self.kinds]
-        self._reserve(demand, lambda: np.array([self.allocator.reserve_one(index)], np.int32), rnd)
+        self._reserve(demand, lambda: np.array([self.allocator.reserve_one(index)], np.int64), rnd)
         return True
 
     def release(self, rnd: random.Random) -> bool:
@@ -99,7 +99,7 @@ class World:
         else:
             pages = [page for of in free for page in rnd.sample(of, min(len(of), rnd.choice([0, 1, 2, len(of) // 2])))]
             rnd.shuffle(pages)
-            self._release(pages, lambda: self.allocator.release(np.array(pages, np.int32)))
+            self._release(pages, lambda: self.allocator.release(np.array(pages, np.int64)))
         return bool(pages)
 
     def release_one(self, rnd: random.Random) -> bool:
@@ -120,7 +120,7 @@ class World:
         pages.insert(rnd.randint(0, len(pages)), rnd.choice(wrong))
         before = books(self.allocator)
         with pytest.raises(PageError):
-            self.allocator.release(np.array(pages, np.int32))
+            self.allocator.release(np.array(pages, np.int64))
         assert books(self.allocator) == before
         return True
 
@@ -130,7 +130,7 @@ class World:
             return False
         pages = rnd.sample(pages, rnd.randint(1, min(4, len(pages))))
         stamps = {page: stamp for of in self.live for page, stamp in of.items()}
-        lease = self.allocator.lease(np.array(pages, np.int32), "test")
+        lease = self.allocator.lease(np.array(pages, np.int64), "test")
         self.leases[lease] = {place: stamps[page] for page, place in zip(pages, self.places(pages))}
         return True
 
@@ -166,7 +166,7 @@ class World:
         if not pages or len(self.steps) > 1:
             return False
         pages = rnd.sample(pages, rnd.randint(1, min(3, len(pages))))
-        handle = self.allocator.pin_while(lambda: np.array(pages, np.int32))
+        handle = self.allocator.pin_while(lambda: np.array(pages, np.int64))
         self.steps[handle] = (pages, self.places(pages))
         return True
 
