@@ -155,7 +155,8 @@ class CachePool:
         has changed.
         """
         rows = self._idle_batch(sequences).rows.numbers
-        extend_runs(self.sequences, rows, min(num_tokens, self.tables.max_tokens))
+        if len(rows):
+            extend_runs(self.sequences, rows, min(num_tokens, self.tables.max_tokens))
 
     # Steps
 
