@@ -38,7 +38,9 @@ KINDS: dict[str, list[Layer]] = {
 }
 
 
-def make_pool(kinds: str | list[Layer] = "every", *, memory: int = 1 << 14, page_size: int = 3, **arguments: Any) -> CachePool:
+def make_pool(
+    kinds: str | list[Layer] = "every", *, memory: int = 1 << 14, page_size: int = 3, **arguments: Any
+) -> CachePool:
     """A pool on the CPU, poisoned."""
     layers = KINDS[kinds] if isinstance(kinds, str) else kinds
     made = plan(layers, memory=memory, page_size=page_size)
@@ -51,7 +53,18 @@ def snapshot(pool: CachePool) -> dict[str, Any]:
     """Everything that a pool knows, in a form that `==` compares."""
     allocator = pool.allocator
     sequences = pool.sequences
-    names = ("length", "first", "end", "capacity", "last_needing", "references", "may_share", "torn", "live", "last_epoch")
+    names = (
+        "length",
+        "first",
+        "end",
+        "capacity",
+        "last_needing",
+        "references",
+        "may_share",
+        "torn",
+        "live",
+        "last_epoch",
+    )
     return {
         "allocator": books(allocator),
         "sequences": {name: getattr(sequences, name).tolist() for name in names},

@@ -62,9 +62,7 @@ def test_a_fork_shares_until_one_side_writes(kinds, length, parent_first):
     for sequence in (parent, child) if parent_first else (child, parent):
         advance(content, [sequence], 2)
     assert parent.num_pages == child.num_pages == pool.plan.demand(length + 2)
-    full_pages = sum(
-        len(set(a.tolist()) & set(b.tolist())) for a, b in zip(parent.pages, child.pages, strict=True)
-    )
+    full_pages = sum(len(set(a.tolist()) & set(b.tolist())) for a, b in zip(parent.pages, child.pages, strict=True))
     whole = [s for s in pool.plan.subpools if isinstance(s.lifetime, Full)]
     assert full_pages >= sum(length // subpool.page_tokens for subpool in whole)
     parent.free()

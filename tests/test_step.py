@@ -1,4 +1,4 @@
-"""Steps: what they take and give back, where their tokens lie, and that content follows its owner through everything."""
+"""Steps: what they take and give back, where tokens lie, and that content follows its owner through everything."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from pools import KINDS, Content, advance, layer, make_pool, snapshot
 
 from torch_uma.batch import Batch
@@ -23,7 +30,9 @@ from torch_uma.testing import scramble
 @pytest.mark.parametrize("kinds", KINDS)
 @pytest.mark.parametrize("page_size", [1, 3, 4])
 @pytest.mark.parametrize("pattern", [(1,) * 40, (13, 1, 1, 9, 1), (2, 3, 30, 5)])
-def test_between_steps_a_sequence_holds_what_its_length_needs(kinds: str, page_size: int, pattern: tuple[int, ...]) -> None:
+def test_between_steps_a_sequence_holds_what_its_length_needs(
+    kinds: str, page_size: int, pattern: tuple[int, ...]
+) -> None:
     pool = make_pool(kinds, page_size=page_size)
     content = Content(pool)
     sequences = [pool.add(), pool.add()]
@@ -455,6 +464,10 @@ class Loop(RuleBasedStateMachine):
 
 def test_content_follows_its_owner_through_everything() -> None:
     checks = settings(
-        max_examples=25, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+        max_examples=100,
+        stateful_step_count=40,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        derandomize=True,
     )
     run_state_machine_as_test(Loop, settings=checks)

@@ -52,8 +52,8 @@ class Rows:
 class Batch:
     """Sequences of one pool in the order of a batch's rows, kept with what every step would otherwise look up again.
 
-    Changing it leaves a step that is open over it as it was. Raises SequenceError for a sequence that was freed, belongs to
-    another pool or is named twice.
+    Changing it leaves a step that is open over it as it was. Raises SequenceError for a sequence that was freed,
+    belongs to another pool or is named twice.
     """
 
     def __init__(self, pool: CachePool, sequences: Iterable[Sequence]) -> None:
@@ -116,6 +116,7 @@ class Batch:
         return iter(self.rows.sequences)
 
     def _where(self) -> dict[Sequence, int]:
+        self.pool.enter()
         if self._places is None:
             self._places = {sequence: place for place, sequence in enumerate(self.rows.sequences)}
         return self._places

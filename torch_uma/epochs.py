@@ -10,7 +10,7 @@ _NUM_EVENTS = 64
 
 
 class Epochs:
-    """One event for each of the last steps, recorded on the arena's stream when the step ends. Without CUDA there are none."""
+    """An event for each of the last steps, recorded on the arena's stream when it ends; none without CUDA."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
@@ -24,7 +24,7 @@ class Epochs:
             self._events.append((epoch, event))
 
     def event(self, epoch: int) -> torch.cuda.Event | None:
-        """What passes once the step `epoch` has; of a step long ago, the oldest event that is known, which passes later."""
+        """What passes once step `epoch` has; for one long ago, the oldest event known, which passes later."""
         for recorded, event in self._events:
             if recorded == epoch:
                 return event

@@ -16,7 +16,7 @@ import numpy as np
 from torch_uma.errors import SequenceError
 from torch_uma.lifespans import spread
 from torch_uma.sequence import Sequences
-from torch_uma.tables import Int32Array, Int64Array
+from torch_uma.tables import IdArray, Int64Array
 
 
 class Growth:
@@ -24,7 +24,7 @@ class Growth:
 
     Attributes:
         past, new: [rows] int64, lengths before and after.
-        displaced: int32, what the written cells held, -1 for nothing; these references are kept until the end.
+        displaced: what the written cells held, -1 for nothing; these references are kept until the end.
 
     Raises OutOfMemory or SequenceError, and then nothing has changed.
     """
@@ -39,14 +39,14 @@ class Growth:
         self.new = self.past + num_new_tokens
         if self.new.max() > books.tables.max_tokens:
             raise SequenceError(
-                f"a sequence of {int(self.past.max())} tokens cannot take {num_new_tokens} more: the pool's tables hold "
-                f"{books.tables.max_tokens}; make the pool with a larger max_tokens"
+                f"a sequence of {int(self.past.max())} tokens cannot take {num_new_tokens} more: the pool's tables "
+                f"hold {books.tables.max_tokens}; make the pool with a larger max_tokens"
             )
         num_subpools = len(books.first)
         passed = books.limits.take(rows, axis=1) < self.new
         self._dying = passed[num_subpools:]
         self._cells: Int64Array | None = None
-        self.displaced: Int32Array | None = None  # None: every written cell was empty
+        self.displaced: IdArray | None = None  # None: every written cell was empty
         self._at = self._old_end = rows[:0]
         k, column = passed[:num_subpools].nonzero()
         if num_new_tokens > books.lifespans.step_tokens or (books.num_shared and books.may_share[rows].any()):
@@ -70,7 +70,7 @@ class Growth:
         self._at, self._old_end, self._cells = at, end, cells
 
     def _take_many(self, k: Int64Array, column: Int64Array) -> None:
-        """The general case: any number of pages for each pair, gaps, room to be moved behind a gap, pages to be copied."""
+        """Any number of pages for each pair; there may be gaps, room to be moved behind a gap, pages to be copied."""
         books, lifespans = self._books, self._books.lifespans
         past, new = self.past[column], self.new[column]
         at = k * len(books.length) + self._rows[column]
@@ -92,7 +92,10 @@ class Growth:
         books.references[ids] = 1
         books.tables.note_pages(ids)
         displaced = books.tables.mirror[cells]
-        self._copy(taken_k, displaced, ids)
+        copied = displaced >= 0
+        for shared in np.unique(shared_k).tolist():
+            chosen = copied & (taken_k == shared)
+            books.copy(shared, displaced[chosen], ids[chosen])
         books.tables.write(cells, ids)
         if room.any():
             left, entered = spread(origin + filled, room), spread(origin + start, room)
@@ -107,7 +110,7 @@ class Growth:
         self._at, self._old_end, self._cells, self.displaced = at, end, cells, displaced
 
     def _shared(self) -> tuple[Int64Array, Int64Array]:
-        """Sub-pool and cell of every page that the step will write and that someone else refers to, ordered by sub-pool.
+        """Sub-pool and cell of every shared page that the step will write, ordered by sub-pool.
 
         Where all who refer to a page are in this step, one of them keeps it.
         """
@@ -125,16 +128,6 @@ class Growth:
         pages, earliest, num_in_step = np.unique(ids, return_index=True, return_counts=True)
         shared[earliest[num_in_step == books.references[pages]]] = False
         return k[shared], cells[shared]
-
-    def _copy(self, taken_k: Int64Array, displaced: Int32Array, ids: Int32Array) -> None:
-        """Copy what the displaced pages hold into the pages that replace them."""
-        mover, v2p = self._books.allocator.mover, self._books.allocator.v2p
-        copied = displaced >= 0
-        if mover is None or not copied.any():
-            return
-        for k in np.unique(taken_k[copied]).tolist():
-            chosen = copied & (taken_k == k)
-            mover(k, v2p[displaced[chosen]], v2p[ids[chosen]])
 
     def commit(self) -> None:
         """The tokens are there: lengths grow, and pages that died with them are let go."""

@@ -1,4 +1,4 @@
-"""Which pages of a sequence are needed at which length: the plan's lifetimes as vector arithmetic over sub-pools and rows.
+"""Which pages of a sequence are needed at which length: lifetimes as vector arithmetic over sub-pools and rows.
 
 Owns the numbers that a step needs of the plan, one array over the sub-pools each. Full attention counts as a window,
 and as a chunk, that no sequence outgrows, and so does a state, whose one page is held from the first to the last.
@@ -45,18 +45,21 @@ class Lifespans:
 
     def num_pages(self, k: Int64Array, lengths: Int64Array) -> Int64Array:
         """Columns that `lengths` tokens reach over, dead ones included."""
-        return -(-lengths // self.page_tokens[k])
+        num_pages: Int64Array = -(-lengths // self.page_tokens[k])
+        return num_pages
 
     def first_needed_page(self, k: Int64Array, lengths: Int64Array) -> Int64Array:
         """First column that a query at position `lengths` reads."""
         needed = np.maximum(lengths + 1 - self._window[k], lengths - lengths % self._chunk[k])
-        return needed // self.page_tokens[k]
+        pages: Int64Array = needed // self.page_tokens[k]
+        return pages
 
     def last_needing(self, k: Int64Array, pages: Int64Array) -> Int64Array:
         """The greatest length at which column `pages` is still needed."""
         end = (pages + 1) * self.page_tokens[k]
         chunk = self._chunk[k]
-        return np.minimum(end + self._window[k] - 2, -(-end // chunk) * chunk - 1)
+        last: Int64Array = np.minimum(end + self._window[k] - 2, -(-end // chunk) * chunk - 1)
+        return last
 
 
 def spread(starts: Int64Array, counts: Int64Array) -> Int64Array:

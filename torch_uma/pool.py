@@ -148,7 +148,7 @@ class CachePool:
         return Batch(self, sequences)
 
     def extend_runs(self, sequences: Batch | Iterable[Sequence], num_tokens: int) -> None:
-        """Take room for `num_tokens` tokens in all of every sequence, full attention in one run of pages for all of them.
+        """Take room for `num_tokens` tokens in every sequence, full attention in one run of pages for all of them.
 
         Moves what they hold into the run, copies what forks share, and takes pages wherever they are if no run can be
         had. More than the pool's `max_tokens` counts as that. Raises OutOfMemory if there is no room, and then nothing
@@ -202,7 +202,7 @@ class CachePool:
         return step
 
     def event(self, epoch: int) -> torch.cuda.Event | None:
-        """What another stream waits for before it reads what the step `epoch` wrote; None where the device has no streams.
+        """What another stream waits for before it reads what step `epoch` wrote; None on a device without streams.
 
         Raises SequenceError for a step that has not ended.
         """
@@ -214,11 +214,11 @@ class CachePool:
     # Memory
 
     def lease(self, pages: Sequence | PageArray | Iterable[int], user: str) -> Lease:
-        """Pin the pages of a sequence, or pages given by id, until the lease is closed. Raises PageError or LeaseError."""
+        """Pin the pages of a sequence, or pages given by id, until the lease ends. Raises PageError or LeaseError."""
         self.enter()
         if isinstance(pages, Sequence):
             pages = self.sequences.pages_of(np.array([self.row_of(pages)]))
-        return self.allocator.lease(np.asarray(pages, np.int32), user)
+        return self.allocator.lease(np.asarray(pages, np.int64), user)
 
     def poll(self) -> int:
         """End the leases whose event has passed; returns how many."""
@@ -236,7 +236,7 @@ class CachePool:
         return self.allocator.stats()
 
     def check(self) -> None:
-        """Recount everything by independent bookkeeping; raises InvariantError with what differs. Waits for the device."""
+        """Recount everything independently; raises InvariantError with what differs. Waits for the device."""
         self.enter()
         self.allocator.check()
         recount(self.sequences, list(self._steps.values()))
@@ -309,7 +309,8 @@ class CachePool:
         if books.any_torn and books.torn[rows].any():
             row = int(rows[books.torn[rows].argmax()])
             raise SequenceError(
-                f"the state of row {row} was half written by a step that was aborted; crop(0) starts it over, free() gives it up"
+                f"the state of row {row} was half written by a step that was aborted; crop(0) starts it over, free() "
+                "gives it up"
             )
 
     def end(self, step: Step) -> None:
@@ -332,15 +333,15 @@ class CachePool:
 
     def _check_idle(self, rows: Int64Array) -> None:
         for step in self._steps.values():
-            if np.isin(rows, step.rows).any():
-                raise SequenceError(
-                    f"row {int(rows[np.isin(rows, step.rows)][0])} is in the open step {step.epoch}; commit() or abort() it first"
-                )
+            busy = rows[np.isin(rows, step.rows)]
+            if len(busy):
+                raise SequenceError(f"row {busy[0]} is in the open step {step.epoch}; commit() or abort() it first")
 
     def _demand(self, num_tokens: int) -> tuple[int, ...]:
         if not 0 <= num_tokens <= self.tables.max_tokens:
             raise SequenceError(
-                f"a sequence has 0 to {self.tables.max_tokens} tokens in this pool, not {num_tokens}; a larger max_tokens would help"
+                f"a sequence has 0 to {self.tables.max_tokens} tokens in this pool, not {num_tokens}; "
+                "a larger max_tokens would help"
             )
         return self.plan.demand(num_tokens)
 
@@ -368,13 +369,14 @@ def _equal_count(sequences: Mapping[Sequence, int]) -> int:
     counts = set(sequences.values())
     if len(counts) > 1:
         raise SequenceError(
-            f"all sequences of a step have equally many new tokens, but these have {sorted(counts)}; open a step for each number"
+            f"all sequences of a step have equally many new tokens, but these have {sorted(counts)}; "
+            "open a step for each number"
         )
     return counts.pop() if counts else 1
 
 
 def _mover(arena: Arena) -> Any:
-    """What copies pages for the allocator; it does not keep the arena alive, as the allocator is in a cycle of its own."""
+    """What copies pages for the allocator; it does not keep the arena alive, since the allocator is in a cycle."""
     if arena.bytes.device.type == "meta":
         return None
     arena_of = weakref.WeakMethod(arena.relocate)

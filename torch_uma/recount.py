@@ -1,4 +1,4 @@
-"""The recount of a pool: every equation between sequences, tables and allocator, from what the rows hold and not from counters."""
+"""The recount of a pool: what sequences, tables and allocator say of each other, from what the rows hold."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ def _row_faults(books: Sequences, steps: list[Step]) -> Iterator[str]:
             if first != needed:
                 yield f"{where} holds columns from {first} on, but {length} tokens need those from {needed} on"
             if int(books.capacity[k, row]) != end * page_tokens or end * page_tokens < length:
-                yield f"{where} ends at column {end}, with a capacity of {int(books.capacity[k, row])} for {length} tokens"
+                capacity = int(books.capacity[k, row])
+                yield f"{where} ends at column {end}, with a capacity of {capacity} for {length} tokens"
             inside = held and first <= held[0] and held[-1] < end
             if (row in in_step and held and not inside) or (row not in in_step and held != list(range(first, end))):
                 yield f"{where} should hold the columns [{first}, {end}), but holds {held[:8]} .. {held[-8:]}"

@@ -1,4 +1,4 @@
-"""Runs: rows whose pages lie one behind the other, and row behind row at one stride, so that one strided view covers them all.
+"""Runs: rows whose pages lie one behind the other, and row behind row at one stride: one strided view covers them all.
 
 Owns finding such a run and making one. A run is a preference: where none can be had, pages are taken wherever they are.
 """
@@ -9,7 +9,7 @@ import numpy as np
 
 from torch_uma.lifespans import spread
 from torch_uma.sequence import Sequences
-from torch_uma.tables import Int32Array, Int64Array
+from torch_uma.tables import Int64Array
 
 Run = tuple[int, int]
 """The first physical page of the first row, and the pages from one row to the next."""
@@ -21,7 +21,7 @@ def find_run(books: Sequences, rows: Int64Array, k: int, num_pages: int) -> Run 
         return None
     columns = np.arange(num_pages)
     ids = books.tables.mirror[books.tables.origin[k, rows][:, None] + columns]
-    pages = books.allocator.v2p[ids].astype(np.int64)
+    pages = books.allocator.v2p[ids]
     starts = pages[:, 0]
     if (ids < 0).any() or (pages != starts[:, None] + columns).any():
         return None
@@ -76,15 +76,12 @@ def extend_runs(books: Sequences, rows: Int64Array, num_tokens: int) -> None:
             _set_end(books, rows, k, wanted[k])
 
 
-def _replace(books: Sequences, rows: Int64Array, k: int, run: Int32Array) -> None:
+def _replace(books: Sequences, rows: Int64Array, k: int, run: Int64Array) -> None:
     """Move what the rows hold in sub-pool `k` into the pages `run` [rows, pages], and let go of what they were in."""
     filled = books.lifespans.num_pages(np.full(len(rows), k), books.length[rows])
     row, column = (np.arange(run.shape[1]) < filled[:, None]).nonzero()
     origin = books.tables.origin[k, rows]
-    allocator = books.allocator
-    if len(row) and allocator.mover is not None:
-        sources = books.tables.mirror[origin[row] + column]
-        allocator.mover(k, allocator.v2p[sources], allocator.v2p[run[row, column]])
+    books.copy(k, books.tables.mirror[origin[row] + column], run[row, column])
     held = books.tables.mirror[spread(origin, books.end[k, rows])]
     books.tables.write((origin[:, None] + np.arange(run.shape[1])).ravel(), run.ravel())
     _set_end(books, rows, k, np.full(len(rows), run.shape[1]))

@@ -18,7 +18,7 @@ import numpy as np
 from torch_uma.allocator import SCALAR_PAGES, Allocator
 from torch_uma.errors import SequenceError
 from torch_uma.lifespans import NEVER, Lifespans, spread
-from torch_uma.tables import Int32Array, Int64Array, Tables
+from torch_uma.tables import IdArray, Int64Array, Tables
 
 if TYPE_CHECKING:
     from torch_uma.pool import CachePool
@@ -67,20 +67,20 @@ class Sequences:
         self.last_epoch = np.zeros(num_rows, np.int64)
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self._freed: list[int] = []  # rows that `settle` has still to clear
-        self._dropped: list[Int32Array] = []  # references that `settle` has still to give up
+        self._dropped: list[IdArray] = []  # references that `settle` has still to give up
         self._every = np.arange(num_subpools)
         self.last_needing[:] = lifespans.last_needing(self._every, np.zeros(num_subpools, np.int64))[:, None]
         self._unused = self._columns[:, :1].copy()
 
     # Pages
 
-    def pages_of(self, rows: Int64Array) -> Int32Array:
+    def pages_of(self, rows: Int64Array) -> Int64Array:
         """The pages that these rows hold, ascending, each once."""
         starts = (self.tables.origin[:, rows] + self.first[:, rows]).ravel()
         ids = self.tables.mirror[spread(starts, (self.end[:, rows] - self.first[:, rows]).ravel())]
-        return np.unique(ids[ids >= 0])
+        return np.unique(ids[ids >= 0]).astype(np.int64)
 
-    def drop(self, ids: Int32Array) -> None:
+    def drop(self, ids: IdArray) -> None:
         """Give up one reference to each of these pages, named as often as given up."""
         self._dropped.append(ids)
 
@@ -91,7 +91,7 @@ class Sequences:
             self._free_rows += self._freed
             self._freed.clear()
         if self._dropped:
-            ids = np.concatenate(self._dropped)
+            ids = np.concatenate(self._dropped, dtype=np.int64)
             self._dropped.clear()
             if self.num_shared:
                 np.subtract.at(self.references, ids, 1)
@@ -100,14 +100,19 @@ class Sequences:
                 ids = unreferenced
             else:
                 self.references[ids] = 0
-                ids.sort()  # so they are by sub-pool, which the allocator would otherwise have to see to
             if len(ids):
                 self.allocator.release(ids)
 
-    def share(self, ids: Int32Array) -> None:
+    def share(self, ids: IdArray) -> None:
         """Add a reference to each of these pages, which are held already and named once."""
         self.references[ids] += 1
         self.num_shared += len(ids)
+
+    def copy(self, k: int, sources: IdArray, targets: IdArray) -> None:
+        """Copy what pages of sub-pool `k` hold into other pages of it, in one launch."""
+        mover, v2p = self.allocator.mover, self.allocator.v2p
+        if mover is not None and len(sources):
+            mover(k, v2p[sources].astype(np.int64), v2p[targets].astype(np.int64))
 
     # Rows
 
@@ -116,7 +121,7 @@ class Sequences:
         self._need_row()
         columns = [(k, column) for k, count in enumerate(num_pages) for column in range(count)]
         if len(columns) <= SCALAR_PAGES and self.allocator.quote(num_pages).how == "in_place":
-            ids = np.array([self.allocator.reserve_one(k) for k, _ in columns], np.int32)
+            ids = np.array([self.allocator.reserve_one(k) for k, _ in columns], np.int64)
         else:
             self.settle()
             ids = self.allocator.reserve(num_pages)
@@ -162,7 +167,7 @@ class Sequences:
         self._freed.append(row)
 
     def crop(self, row: int, num_tokens: int) -> None:
-        """Shorten the row to `num_tokens`, give up the pages behind them; SequenceError if what it needs then is gone."""
+        """Shorten the row and let go of the pages behind; SequenceError if what it needs then is gone."""
         length = int(self.length[row])
         if num_tokens == length:
             return
@@ -204,16 +209,16 @@ class Sequences:
         if self.lifespans.states:
             name = subpools[self.lifespans.states[0]].name
             raise SequenceError(
-                f"cannot crop from {length} to {num_tokens} tokens: the {name!r} of {length} tokens has replaced the older ones; "
-                "fork() before the step keeps one, crop(0) starts over"
+                f"cannot crop from {length} to {num_tokens} tokens: the {name!r} of {length} tokens has replaced the "
+                "older ones; fork() before the step keeps one, crop(0) starts over"
             )
         needed = self.lifespans.first_needed_page(self._every, np.full(len(subpools), num_tokens))
         for k in np.flatnonzero(self.first[:, row] > needed).tolist():
-            page_tokens = subpools[k].page_tokens
+            kept = int(self.first[k, row]) * subpools[k].page_tokens
             raise SequenceError(
                 f"cannot crop from {length} to {num_tokens} tokens: {subpools[k].name!r} needs tokens from "
-                f"{subpools[k].lifetime.first_needed(num_tokens)} on, but keeps those from {int(self.first[k, row]) * page_tokens} "
-                "on; fork() before going on keeps them, crop(0) starts over"
+                f"{subpools[k].lifetime.first_needed(num_tokens)} on, but keeps those from {kept} on; "
+                "fork() before going on keeps them, crop(0) starts over"
             )
 
     def _drop_columns(self, row: int, first: Int64Array, end: Int64Array) -> None:
@@ -275,13 +280,13 @@ class Sequence:
         return tuple(len(pages) for pages in self.pages)
 
     @property
-    def pages(self) -> tuple[Int32Array, ...]:
-        """[n] int32 virtual ids for each sub-pool, in the order of the tokens that they hold."""
+    def pages(self) -> tuple[Int64Array, ...]:
+        """[n] int64 virtual ids for each sub-pool, in the order of the tokens that they hold."""
         books, row = self._pool.sequences, self._pool.row_of(self)
         held = []
         for origin, first, end in zip(books.tables.origin[:, row], books.first[:, row], books.end[:, row], strict=True):
             ids = books.tables.mirror[origin + first : origin + end]
-            held.append(ids[ids >= 0])
+            held.append(ids[ids >= 0].astype(np.int64))
         return tuple(held)
 
     @property

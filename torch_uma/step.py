@@ -20,7 +20,7 @@ from torch_uma.growth import Growth
 from torch_uma.plan import SubPool
 from torch_uma.runs import Run
 from torch_uma.sequence import Sequence
-from torch_uma.tables import Int32Array, Int64Array
+from torch_uma.tables import IdArray, Int64Array
 
 if TYPE_CHECKING:
     from torch_uma.pool import CachePool
@@ -81,10 +81,11 @@ class Step:
     @property
     def fresh(self) -> npt.NDArray[np.bool_]:
         """[rows] bool, where a row has no state yet: what lies in its slot is to be ignored."""
-        return self.past == 0
+        fresh: npt.NDArray[np.bool_] = self.past == 0
+        return fresh
 
     @property
-    def displaced(self) -> Int32Array | None:
+    def displaced(self) -> IdArray | None:
         """Pages that `abort` would put back, -1 among them; None if there are none."""
         return self._growth.displaced
 
@@ -106,7 +107,7 @@ class Step:
         return located
 
     def run(self, subpool: SubPool) -> Run | None:
-        """(first physical page of row 0, pages from row to row) if one strided view covers every row's tokens, else None.
+        """(first page of row 0, pages from row to row) if one strided view covers every row's tokens, else None.
 
         Every row's own pages then reach over the longest row's tokens, those of this step included. Answered on the
         host.
@@ -114,16 +115,15 @@ class Step:
         length = int(self.past.max()) + self.num_new_tokens
         return self._rows.run(subpool.index, -(-length // subpool.page_tokens))
 
-    def slots(self) -> Int32Array:
-        """[rows] int32, the physical page of every row's state."""
+    def slots(self) -> Int64Array:
+        """[rows] int64, the physical page of every row's state."""
         books = self.pool.sequences
         k = books.lifespans.states[0]
         ids = books.tables.mirror[books.tables.origin[k, self.rows]]
-        slots: Int32Array = books.allocator.v2p[ids]
-        return slots
+        return books.allocator.v2p[ids].astype(np.int64)
 
     def commit(self) -> None:
-        """End the step: lengths grow, and pages that died with the new tokens are released. Does not wait for the device."""
+        """End the step: lengths grow, and pages that died with the new tokens are released."""
         self._close()
         self._growth.commit()
 

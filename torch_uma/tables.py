@@ -21,6 +21,7 @@ from torch_uma.layout import Full
 from torch_uma.plan import Plan, SubPool
 
 Int32Array = npt.NDArray[np.int32]
+IdArray = npt.NDArray[np.int32] | npt.NDArray[np.int64]  # as the mirror holds them, or as the allocator gives them
 Int64Array = npt.NDArray[np.int64]
 
 _NUM_STAGING_BUFFERS = 4
@@ -33,8 +34,8 @@ class Tables:
 
     Args:
         plan: the sub-pools; their order is that of the tables.
-        v2p: [num_ids] int32, the allocator's table, read at every flush. The tables keep what it said of dead ids, which
-            no cell names.
+        v2p: [num_ids] int32, the allocator's table, read at every flush. The tables keep what it said of dead ids,
+            which no cell names.
         num_rows: sequences that can exist at once.
         max_tokens: longest sequence; None for what the arena can hold, within reason.
         device: where the tensor lives; on CUDA its stream is the one current now.
@@ -64,7 +65,7 @@ class Tables:
         self._v2p = v2p
         self._base: list[int] = bases.tolist()
         self._cells: list[Int64Array] = []
-        self._ids: list[Int32Array] = []
+        self._ids: list[IdArray] = []
         self._ring = _PinnedRing(device) if device.type == "cuda" else None
         with torch.inference_mode(False):  # a tensor made in inference mode could not be written outside of it
             self.tensor: Tensor = torch.from_numpy(self.mirror).to(device, copy=True)
@@ -88,7 +89,7 @@ class Tables:
         """Cells of a row by (sub-pool, column)."""
         return np.array([self._base[k] + row * self.columns[k] + column for k, column in columns], np.int64)
 
-    def write(self, cells: Int64Array, values: Int32Array | int) -> None:
+    def write(self, cells: Int64Array, values: IdArray | int) -> None:
         """Set cells of the page tables; the device sees it at the next `flush`."""
         self.mirror[cells] = values
         self._cells.append(cells)
@@ -100,16 +101,16 @@ class Tables:
         self.mirror[cells] = lengths
         self._cells.append(cells)
 
-    def note_pages(self, ids: Int32Array) -> None:
+    def note_pages(self, ids: IdArray) -> None:
         """Say that the places of these ids have changed; `flush` reads them from `v2p`."""
         self._ids.append(ids)
 
     def flush(self) -> None:
         """Bring the device up to date, on the arena's stream, with one copy and one scatter. Does not wait for it."""
         if self._ids:
-            ids = np.concatenate(self._ids)
+            ids = np.concatenate(self._ids, dtype=np.int64)
             self._ids.clear()
-            cells = ids + np.int64(self.v2p_base)
+            cells = ids + self.v2p_base
             self.mirror[cells] = self._v2p[ids]
             self._cells.append(cells)
         if not self._cells:

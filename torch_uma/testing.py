@@ -1,4 +1,4 @@
-"""For tests, ours and those of users: move pages about, fill the arena with NaN, and see whether content follows its owner.
+"""For tests, ours and those of users: move pages about, poison the arena, see whether content follows its owner.
 
 Owns nothing. Everything here works on a pool whose pages are in use, and leaves it consistent.
 """
@@ -20,7 +20,7 @@ _NAN_BYTE = 0xFF  # a NaN in fp32, fp16, bf16 and fp8 alike
 
 
 def scramble(pool: CachePool, seed: int) -> int:
-    """Move pages of every sub-pool to random places, within the rules: no pinned page, only free places. Returns how many moved."""
+    """Move pages of every sub-pool to random places, within the rules; returns how many. Pinned pages stay."""
     pool.enter()
     random = np.random.default_rng(seed)
     allocator = pool.allocator
@@ -37,7 +37,7 @@ def scramble(pool: CachePool, seed: int) -> int:
 
 
 def poison(pool: CachePool | Arena, *, only_free: bool = False) -> None:
-    """Fill the arena with bytes that are NaN in every floating dtype; with `only_free`, just those that no page in use holds."""
+    """Fill the arena with NaN in every floating dtype; with `only_free`, only where no page is in use or leased."""
     if isinstance(pool, Arena) or not only_free:
         arena = pool if isinstance(pool, Arena) else pool.arena
         if only_free:
@@ -53,7 +53,7 @@ def poison(pool: CachePool | Arena, *, only_free: bool = False) -> None:
 
 def stamp(pool: CachePool, pages: PageArray | None = None) -> None:
     """Fill pages (all live ones by default) with a pattern of their own, made from their virtual id."""
-    ids = live_pages(pool) if pages is None else np.asarray(pages, np.int32)
+    ids = live_pages(pool) if pages is None else np.asarray(pages, np.int64)
     for subpool in pool.plan.subpools:
         own = ids[_belongs(pool, subpool, ids)]
         if len(own):
@@ -64,11 +64,11 @@ def stamp(pool: CachePool, pages: PageArray | None = None) -> None:
 def verify(pool: CachePool, pages: PageArray | None = None, *, stamped_as: PageArray | None = None) -> None:
     """Check that pages (all live ones by default) still hold what `stamp` gave them, wherever they have moved.
 
-    `stamped_as` names the pages whose stamps they should hold, where one is a copy of another. Raises AssertionError with the first
-    page that does not. Waits for the device.
+    `stamped_as` names the pages whose stamps they should hold, where one is a copy of another. Raises AssertionError
+    with the first page that does not. Waits for the device.
     """
-    ids = live_pages(pool) if pages is None else np.asarray(pages, np.int32)
-    stamps = ids if stamped_as is None else np.asarray(stamped_as, np.int32)
+    ids = live_pages(pool) if pages is None else np.asarray(pages, np.int64)
+    stamps = ids if stamped_as is None else np.asarray(stamped_as, np.int64)
     for subpool in pool.plan.subpools:
         chosen = _belongs(pool, subpool, ids)
         if not chosen.any():
@@ -79,26 +79,26 @@ def verify(pool: CachePool, pages: PageArray | None = None, *, stamped_as: PageA
         if len(wrong):
             at = int(wrong[0])
             raise AssertionError(
-                f"page {int(ids[chosen][at])} of {subpool.name!r}, at place {int(places[at])}, does not hold the stamp of page "
-                f"{int(stamps[chosen][at])}; {len(wrong)} pages of this sub-pool do not"
+                f"page {int(ids[chosen][at])} of {subpool.name!r}, at place {int(places[at])}, does not hold the stamp "
+                f"of page {int(stamps[chosen][at])}; {len(wrong)} pages of this sub-pool do not"
             )
 
 
 def live_pages(pool: CachePool) -> PageArray:
-    """[n] int32 virtual ids of every page that is live."""
+    """[n] int64 virtual ids of every page that is live."""
     allocator = pool.allocator
     return np.concatenate([_live_ids(allocator, subpool) for subpool in pool.plan.subpools])
 
 
 def _live_ids(allocator: Allocator, subpool: SubPool) -> PageArray:
     first = allocator.id_base[subpool.index] + subpool.first_page  # those before it are the sink's
-    ids = np.arange(first, allocator.id_base[subpool.index + 1], dtype=np.int32)
+    ids = np.arange(first, allocator.id_base[subpool.index + 1], dtype=np.int64)
     live: PageArray = ids[allocator.v2p[ids] >= 0]
     return live
 
 
 def _movable_pages(allocator: Allocator, k: int) -> PageArray:
-    places = allocator.v2p[_live_ids(allocator, allocator.plan.subpools[k])]
+    places = allocator.v2p[_live_ids(allocator, allocator.plan.subpools[k])].astype(np.int64)
     return places[~np.isin(places + allocator.id_base[k], allocator.room.pinned_places(k))]
 
 
@@ -127,6 +127,6 @@ def _page_bytes(pool: CachePool, subpool: SubPool) -> Tensor:
 
 def _patterns(ids: PageArray, page_bytes: int) -> Tensor:
     """[n, page_bytes] uint8: for each page its id, made into an unlikely number, again and again."""
-    numbers = (ids.astype(np.int64) + 1) * 0x9E3779B1 & 0x7FFFFFFF
+    numbers = (ids + 1) * 0x9E3779B1 & 0x7FFFFFFF
     words = torch.from_numpy(numbers.astype(np.int32)).view(torch.uint8).view(-1, 4)
     return words.repeat(1, -(-page_bytes // 4))[:, :page_bytes]
