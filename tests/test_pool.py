@@ -272,7 +272,7 @@ def test_an_implicit_step_is_brought_to_rest_before_anything_else(plain_cache: P
         with contextlib.suppress(SequenceError, ClosedError):
             call()
         assert settled == [step] and not step.is_open
-        for open_step in list(pool._steps.values()):
+        for open_step in list(pool.guard.steps.values()):
             open_step.abort()
     pool.check()
 

@@ -116,7 +116,7 @@ class Batch:
         return iter(self.rows.sequences)
 
     def _where(self) -> dict[Sequence, int]:
-        self.pool.enter()
+        self.pool.guard.enter()
         if self._places is None:
             self._places = {sequence: place for place, sequence in enumerate(self.rows.sequences)}
         return self._places

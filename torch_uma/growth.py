@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from torch_uma.books import Sequences
 from torch_uma.errors import SequenceError
 from torch_uma.lifespans import spread
-from torch_uma.sequence import Sequences
 from torch_uma.tables import IdArray, Int64Array
 
 

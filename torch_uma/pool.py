@@ -1,29 +1,29 @@
 """The pool: one arena and the sequences that live in it, for a loop to drive.
 
-Owns the order of things: who may call when, which steps are open, and what is brought to rest before something else
-begins. The arena, the allocator, the tables and the books of the sequences each own their part; models and their caches
-are not known here.
+Owns the public operations and their order. The arena, the allocator, the tables, the books of the sequences and the
+guard each own their part; models and their caches are not known here.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 import torch_uma.ops  # noqa: F401 (registers what the tables and steps call)
-from torch_uma.allocator import Allocator
+from torch_uma.allocator import Allocator, Mover
 from torch_uma.arena import Arena
 from torch_uma.band import PageArray
 from torch_uma.batch import Batch
+from torch_uma.books import Sequences
 from torch_uma.epochs import Epochs
-from torch_uma.errors import ClosedError, LeaseError, PlanError, SequenceError, ThreadError
+from torch_uma.errors import ClosedError, LeaseError, PlanError, SequenceError
+from torch_uma.guard import Guard
 from torch_uma.ledger import Lease
 from torch_uma.lifespans import Lifespans
 from torch_uma.memory import free_bytes, parse_memory
@@ -32,7 +32,7 @@ from torch_uma.plan import Plan
 from torch_uma.plan import plan as make_plan
 from torch_uma.recount import recount
 from torch_uma.runs import extend_runs
-from torch_uma.sequence import Sequence, Sequences
+from torch_uma.sequence import Sequence
 from torch_uma.stats import Stats
 from torch_uma.step import Step
 from torch_uma.tables import Int64Array, Tables
@@ -87,11 +87,8 @@ class CachePool:
             device = getattr(source, "device", None) or torch.get_default_device()
         self.device = torch.device(device)
         self.plan = _plan_of(source, memory, page_size, dtype, self.device)
-        self.closed = False
+        self.guard = Guard()
         self.epoch = 0
-        self._thread = threading.get_ident()
-        self._steps: dict[int, Step] = {}  # the open ones, by epoch
-        self._is_settling = False
         self._arena: Arena | None = Arena(self.plan, device=self.device)
         allocator = Allocator(self.plan, hints=hints, split=split, mover=_mover(self._arena))
         tables = Tables(self.plan, allocator.v2p, num_rows=max_sequences, max_tokens=max_tokens, device=self.device)
@@ -100,6 +97,11 @@ class CachePool:
         self._epochs = Epochs(self.device)
 
     # Parts
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` has been called."""
+        return self.guard.closed
 
     @property
     def arena(self) -> Arena:
@@ -134,17 +136,19 @@ class CachePool:
 
         Raises OutOfMemory with the quote, or SequenceError if all rows are in use; then nothing has changed.
         """
-        self.enter()
-        return Sequence(self, self.sequences.add(self._demand(num_tokens)))
+        self.guard.enter()
+        self._check_tokens(num_tokens)
+        return Sequence(self, self.sequences.add(num_tokens))
 
     def quote(self, num_tokens: int) -> Quote:
         """Say whether a sequence of `num_tokens` tokens could be added now, at what cost, or what would help."""
-        self.enter()
-        return self.allocator.quote(self._demand(num_tokens))
+        self.guard.enter()
+        self._check_tokens(num_tokens)
+        return self.allocator.quote(self.plan.demand(num_tokens))
 
     def batch(self, sequences: Iterable[Sequence]) -> Batch:
         """Keep sequences in the order of a batch's rows: the fast form of what a step takes."""
-        self.enter()
+        self.guard.enter()
         return Batch(self, sequences)
 
     def extend_runs(self, sequences: Batch | Iterable[Sequence], num_tokens: int) -> None:
@@ -194,10 +198,10 @@ class CachePool:
         batch = self._idle_batch(sequences)
         if not len(batch):
             raise SequenceError("a step needs at least one sequence")
-        self.check_whole(batch.rows.numbers)
+        self.sequences.check_whole(batch.rows.numbers)
         step = Step(self, batch, num_new_tokens, self.epoch + 1)
         self.epoch = self.sequences.allocator.ledger.epoch = step.epoch
-        self._steps[step.epoch] = step
+        self.guard.steps[step.epoch] = step
         self.tables.flush()
         return step
 
@@ -206,8 +210,8 @@ class CachePool:
 
         Raises SequenceError for a step that has not ended.
         """
-        self.enter()
-        if epoch > self.epoch or epoch in self._steps:
+        self.guard.enter()
+        if epoch > self.epoch or epoch in self.guard.steps:
             raise SequenceError(f"step {epoch} has not ended; commit() it first")
         return self._epochs.event(epoch)
 
@@ -215,73 +219,54 @@ class CachePool:
 
     def lease(self, pages: Sequence | PageArray | Iterable[int], user: str) -> Lease:
         """Pin the pages of a sequence, or pages given by id, until the lease ends. Raises PageError or LeaseError."""
-        self.enter()
+        self.guard.enter()
         if isinstance(pages, Sequence):
             pages = self.sequences.pages_of(np.array([self.row_of(pages)]))
         return self.allocator.lease(np.asarray(pages, np.int64), user)
 
     def poll(self) -> int:
         """End the leases whose event has passed; returns how many."""
-        self.enter()
+        self.guard.enter()
         return self.allocator.poll()
 
     def compact(self, budget_bytes: int | None = None) -> int:
         """Move pages into the holes of their bands, at most `budget_bytes`; returns the bytes moved."""
-        self.enter()
+        self.guard.enter()
         return self.allocator.compact(budget_bytes)
 
     def stats(self) -> Stats:
         """Where the bytes of the arena are now."""
-        self.enter()
+        self.guard.enter()
         return self.allocator.stats()
 
     def check(self) -> None:
         """Recount everything independently; raises InvariantError with what differs. Waits for the device."""
-        self.enter()
+        self.guard.enter()
         self.allocator.check()
-        recount(self.sequences, list(self._steps.values()))
+        recount(self.sequences, list(self.guard.steps.values()))
 
     def close(self) -> None:
         """Give the memory back, as soon as nobody holds a view of it; sequences end with it.
 
         Raises SequenceError while a step is open, LeaseError while pages are leased.
         """
-        self.enter()
-        if self._steps:
+        self.guard.enter()
+        if self.guard.steps:
             raise SequenceError(
-                f"{len(self._steps)} steps are open; commit() or abort() them before the pool is closed"
+                f"{len(self.guard.steps)} steps are open; commit() or abort() them before the pool is closed"
             )
         self.allocator.poll()
         if self.allocator.ledger.leases:
             users = sorted({lease.user for lease in self.allocator.ledger.leases})
             raise LeaseError(f"pages are still leased by {', '.join(users)}; close those leases before the pool")
-        self.closed = True
+        self.guard.closed = True
         self._arena = self._sequences = None
 
     # For sequences, batches, steps and tests
 
-    def check_usable(self) -> None:
-        """Raise ThreadError or ClosedError."""
-        if threading.get_ident() != self._thread:
-            raise ThreadError("a pool is driven by the thread that made it; hand the work to that thread")
-        if self.closed:
-            raise _closed()
-
-    def enter(self) -> None:
-        """What every operation begins with: `check_usable`, and implicit steps are brought to rest."""
-        self.check_usable()
-        if self._steps and not self._is_settling:
-            self._is_settling = True
-            try:
-                for step in list(self._steps.values()):
-                    if step.on_settle is not None:
-                        step.on_settle()
-            finally:
-                self._is_settling = False
-
     def row_of(self, sequence: Sequence) -> int:
         """The row of one of the pool's sequences; raises SequenceError for any other."""
-        self.enter()
+        self.guard.enter()
         if sequence._pool is not self or sequence._row < 0:
             raise self._unusable(sequence)
         return sequence._row
@@ -289,8 +274,8 @@ class CachePool:
     def idle_row(self, sequence: Sequence) -> int:
         """`row_of`, which must not be in an open step."""
         row = self.row_of(sequence)
-        if self._steps:
-            self._check_idle(np.array([row]))
+        if self.guard.steps:
+            self.guard.check_idle(np.array([row]))
         return row
 
     def rows_of(self, sequences: list[Sequence]) -> Int64Array:
@@ -303,23 +288,13 @@ class CachePool:
             raise SequenceError(f"{twice!r} is named twice; a batch has each sequence once (fork() makes a second one)")
         return np.array(rows, np.int64)
 
-    def check_whole(self, rows: Int64Array) -> None:
-        """Raise SequenceError if an aborted step has left the state of one of the rows half written."""
-        books = self.sequences
-        if books.any_torn and books.torn[rows].any():
-            row = int(rows[books.torn[rows].argmax()])
-            raise SequenceError(
-                f"the state of row {row} was half written by a step that was aborted; crop(0) starts it over, free() "
-                "gives it up"
-            )
-
     def end(self, step: Step) -> None:
         """Note that a step has ended, on the device too."""
-        del self._steps[step.epoch]
+        del self.guard.steps[step.epoch]
         self._epochs.record(step.epoch)
 
     def _idle_batch(self, sequences: Batch | Iterable[Sequence]) -> Batch:
-        self.enter()
+        self.guard.enter()
         if isinstance(sequences, Batch):
             batch = sequences
             if batch.pool is not self:
@@ -327,23 +302,16 @@ class CachePool:
             batch.check()
         else:
             batch = Batch(self, sequences)
-        if self._steps:
-            self._check_idle(batch.rows.numbers)
+        if self.guard.steps:
+            self.guard.check_idle(batch.rows.numbers)
         return batch
 
-    def _check_idle(self, rows: Int64Array) -> None:
-        for step in self._steps.values():
-            busy = rows[np.isin(rows, step.rows)]
-            if len(busy):
-                raise SequenceError(f"row {busy[0]} is in the open step {step.epoch}; commit() or abort() it first")
-
-    def _demand(self, num_tokens: int) -> tuple[int, ...]:
+    def _check_tokens(self, num_tokens: int) -> None:
         if not 0 <= num_tokens <= self.tables.max_tokens:
             raise SequenceError(
                 f"a sequence has 0 to {self.tables.max_tokens} tokens in this pool, not {num_tokens}; "
                 "a larger max_tokens would help"
             )
-        return self.plan.demand(num_tokens)
 
     def _unusable(self, sequence: Sequence) -> SequenceError:
         if sequence._pool is not self:
@@ -375,16 +343,19 @@ def _equal_count(sequences: Mapping[Sequence, int]) -> int:
     return counts.pop() if counts else 1
 
 
-def _mover(arena: Arena) -> Any:
-    """What copies pages for the allocator; it does not keep the arena alive, since the allocator is in a cycle."""
-    if arena.bytes.device.type == "meta":
+def _mover(arena: Arena) -> Mover | None:
+    """What copies pages, on the arena's stream; it does not keep the arena alive, since the allocator is in a cycle."""
+    device = arena.bytes.device
+    if device.type == "meta":
         return None
-    arena_of = weakref.WeakMethod(arena.relocate)
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+    relocate_of = weakref.WeakMethod(arena.relocate)
 
     def move(k: int, sources: PageArray, destinations: PageArray) -> None:
-        relocate = arena_of()
+        relocate = relocate_of()
         assert relocate is not None
-        relocate(k, sources, destinations)
+        with torch.cuda.stream(stream) if stream is not None else nullcontext():
+            relocate(k, sources, destinations)
 
     return move
 

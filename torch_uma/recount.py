@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from torch_uma.books import Sequences
 from torch_uma.errors import InvariantError
 from torch_uma.lifespans import NEVER
-from torch_uma.sequence import Sequences
 
 if TYPE_CHECKING:
     from torch_uma.step import Step

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from torch_uma.books import Sequences
 from torch_uma.lifespans import spread
-from torch_uma.sequence import Sequences
 from torch_uma.tables import Int64Array
 
 Run = tuple[int, int]

@@ -120,7 +120,8 @@ class Step:
         books = self.pool.sequences
         k = books.lifespans.states[0]
         ids = books.tables.mirror[books.tables.origin[k, self.rows]]
-        return books.allocator.v2p[ids].astype(np.int64)
+        slots: Int64Array = books.allocator.v2p[ids].astype(np.int64)
+        return slots
 
     def commit(self) -> None:
         """End the step: lengths grow, and pages that died with the new tokens are released."""
@@ -140,7 +141,7 @@ class Step:
             books.any_torn = True
 
     def _close(self) -> None:
-        self.pool.check_usable()
+        self.pool.guard.check_usable()
         if not self.is_open:
             raise SequenceError("the step has ended already; begin another one")
         self.is_open = False

@@ -85,10 +85,6 @@ class Tables:
         """[rows] int32, tokens of a row, those of an open step included; a view at a fixed address."""
         return self.tensor[self.length_base :]
 
-    def cells(self, row: int, columns: list[tuple[int, int]]) -> Int64Array:
-        """Cells of a row by (sub-pool, column)."""
-        return np.array([self._base[k] + row * self.columns[k] + column for k, column in columns], np.int64)
-
     def write(self, cells: Int64Array, values: IdArray | int) -> None:
         """Set cells of the page tables; the device sees it at the next `flush`."""
         self.mirror[cells] = values

@@ -21,7 +21,7 @@ _NAN_BYTE = 0xFF  # a NaN in fp32, fp16, bf16 and fp8 alike
 
 def scramble(pool: CachePool, seed: int) -> int:
     """Move pages of every sub-pool to random places, within the rules; returns how many. Pinned pages stay."""
-    pool.enter()
+    pool.guard.enter()
     random = np.random.default_rng(seed)
     allocator = pool.allocator
     num_moved = 0
