@@ -53,10 +53,9 @@ def decode_step(num_sequences: int, form: str, memory: str, seed: int) -> float:
         prompts = [chance.randrange(1, 3000) for _ in leaving]
         places = {id(sequence): place for place, sequence in enumerate(sequences)}
         start = time.thread_time_ns()
-        joining = []
         for sequence in leaving:
             sequence.free()
-            joining.append(pool.add(1))
+        joining = pool.add_many([1] * len(leaving))
         if leaving:
             batch.replace(leaving, joining)
         for old, new in zip(leaving, joining):

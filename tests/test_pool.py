@@ -458,3 +458,33 @@ def test_windows_hold_the_same_however_the_tokens_come() -> None:
         assert sequence.num_pages == pool.plan.demand(50)
     pool.check()
     assert torch.equal(pool.tables.lengths[:4], torch.full((4,), 50, dtype=torch.int32))
+
+
+# Several at once
+
+
+@pytest.mark.parametrize("kinds", KINDS)
+def test_adding_many_is_adding_one_by_one_with_one_reservation(kinds: str) -> None:
+    together, singly = make_pool(kinds), make_pool(kinds)
+    for lengths in ([], [4], [0, 9, 3, 9]):
+        many = together.add_many(lengths)
+        ones = [singly.add(length) for length in lengths]
+        assert [sequence.num_pages for sequence in many] == [sequence.num_pages for sequence in ones]
+        assert [sequence.capacity for sequence in many] == [sequence.capacity for sequence in ones]
+        assert together.stats().live_bytes == singly.stats().live_bytes
+        together.check()
+    rows = [sequence.row for sequence in many]
+    assert len(set(rows)) == len(rows)
+
+
+def test_adding_many_is_all_or_none() -> None:
+    pool = make_pool("hybrid", memory=2048)
+    pool.add_many([5, 8])
+    before = snapshot(pool)
+    with pytest.raises(OutOfMemory):
+        pool.add_many([9] * 10)
+    with pytest.raises(SequenceError, match="11 more sequences were asked for, and 10 of 12 rows of the pool are free"):
+        pool.add_many([0] * 11)
+    with pytest.raises(SequenceError, match="not -1"):
+        pool.add_many([3, -1])
+    assert snapshot(pool) == before

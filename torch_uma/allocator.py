@@ -341,7 +341,7 @@ class Allocator:
         if (low, high) != band.span:
             band.extend(low, high)
         band.claim_holes(destinations)
-        ids = tables.owner[band.base + sources]
+        ids = tables.owner[band.base + sources].astype(np.int64)
         tables.owner[band.base + sources] = NO_PAGE
         tables.owner[band.base + destinations] = ids
         tables.v2p[ids] = destinations

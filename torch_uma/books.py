@@ -137,7 +137,7 @@ class Sequences:
 
     def add(self, num_tokens: int) -> int:
         """Take a row with room for `num_tokens`; SequenceError without a row, OutOfMemory without the pages."""
-        self._need_row()
+        self._need_rows(1)
         room = self._room(num_tokens)
         if len(room.k) <= SCALAR_PAGES and self.allocator.quote(room.num_pages).how == "in_place":
             ids = np.array([self.allocator.reserve_one(k) for k in room.k.tolist()], np.int64)
@@ -152,9 +152,30 @@ class Sequences:
         self.live[row] = True
         return row
 
+    def add_many(self, num_tokens: list[int]) -> list[int]:
+        """Take a row for each of these numbers of tokens, all or none, with one reservation."""
+        if not num_tokens:
+            return []
+        self._need_rows(len(num_tokens))
+        self.settle()
+        rooms = [self._room(tokens) for tokens in num_tokens]
+        rows = np.array(self._free_rows[: -len(rooms) - 1 : -1], np.int64)
+        k = np.concatenate([room.k for room in rooms])
+        order = k.argsort(kind="stable")
+        row = rows.repeat([len(room.k) for room in rooms])[order]
+        column = np.concatenate([room.column for room in rooms])[order]
+        ids = self.allocator.reserve(np.bincount(k, minlength=len(self.first)).tolist())
+        del self._free_rows[-len(rooms) :]
+        self.references[ids] = 1
+        self.tables.note_pages(ids)
+        self.tables.write(self.tables.origin[k[order], row] + column, ids)
+        self._reach[:, rows] = np.stack([room.reach for room in rooms], axis=1)
+        self.live[rows] = True
+        return rows.tolist()
+
     def fork(self, source: int) -> int:
         """Take a row that shares the pages and the state of `source`, but not the room that it has reserved ahead."""
-        self._need_row()
+        self._need_rows(1)
         row = self._free_rows.pop()
         length = int(self.length[source])
         first = self.first[:, source]
@@ -219,13 +240,13 @@ class Sequences:
                 "gives it up"
             )
 
-    def _need_row(self) -> None:
-        if not self._free_rows:
+    def _need_rows(self, count: int) -> None:
+        if len(self._free_rows) < count:
             self.settle()
-        if not self._free_rows:
+        if len(self._free_rows) < count:
             raise SequenceError(
-                f"all {len(self.length)} rows of the pool are in use; free a sequence, or make the pool with a larger "
-                "max_sequences"
+                f"{count} more sequences were asked for, and {len(self._free_rows)} of {len(self.length)} rows of the "
+                "pool are free; free a sequence, or make the pool with a larger max_sequences"
             )
 
     def _check_kept(self, row: int, num_tokens: int) -> None:

@@ -1,6 +1,7 @@
 """What can go wrong, one class for each thing that a caller can act on.
 
-Every message says what was asked, what there is, and what would help. A call that raises one of these has changed nothing.
+Every message says what was asked, what there is, and what would help. A call that raises one of these has changed
+nothing.
 """
 
 from __future__ import annotations

@@ -140,6 +140,14 @@ class CachePool:
         self._check_tokens(num_tokens)
         return Sequence(self, self.sequences.add(num_tokens))
 
+    def add_many(self, num_tokens: Iterable[int]) -> list[Sequence]:
+        """Make an empty sequence for each of `num_tokens`, as `add` does, all or none: cheaper than one by one."""
+        self.guard.enter()
+        wanted = list(num_tokens)
+        for tokens in wanted:
+            self._check_tokens(tokens)
+        return [Sequence(self, row) for row in self.sequences.add_many(wanted)]
+
     def quote(self, num_tokens: int) -> Quote:
         """Say whether a sequence of `num_tokens` tokens could be added now, at what cost, or what would help."""
         self.guard.enter()
