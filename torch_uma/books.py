@@ -171,7 +171,8 @@ class Sequences:
         self.tables.write(self.tables.origin[k[order], row] + column, ids)
         self._reach[:, rows] = np.stack([room.reach for room in rooms], axis=1)
         self.live[rows] = True
-        return rows.tolist()
+        added: list[int] = rows.tolist()
+        return added
 
     def fork(self, source: int) -> int:
         """Take a row that shares the pages and the state of `source`, but not the room that it has reserved ahead."""
