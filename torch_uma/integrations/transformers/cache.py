@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from transformers.cache_utils import Cache
@@ -17,13 +17,13 @@ from transformers.cache_utils import Cache
 from torch_uma.errors import PlanError, SequenceError
 from torch_uma.integrations.transformers.layers import StateLayer, make_layers, parts_of
 from torch_uma.integrations.transformers.places import StepPlaces
+from torch_uma.integrations.transformers.rows import CacheRows
 from torch_uma.integrations.transformers.steps import GivenStep, OwnSteps
 from torch_uma.layout import Layer
 from torch_uma.plan import Plan, plan
 
 if TYPE_CHECKING:
     from torch_uma.pool import CachePool
-    from torch_uma.sequence import Sequence as PoolSequence
     from torch_uma.step import Step
 
 _log = logging.getLogger(__name__)
@@ -35,8 +35,9 @@ class UnifiedCache(Cache):
     `model_or_config`: of the model that will use it. `pool`: share this one; otherwise the cache makes its own of
     `memory` (bytes, "2GiB" or a fraction of the free memory). Without `memory` it takes, at the first forward, what the
     batch needs for `max_tokens` each, or without that half of the free memory; it logs what it took at INFO. With
-    `max_tokens` the keys and values of full attention are handed over as views with no copy. `page_size`, `dtype` (of
-    activations) and `device` are those of the pool that it makes; by default the model's.
+    `max_tokens` the keys and values of full attention are handed over as views with no copy. `page_size`,
+    `max_sequences` (rows, forks and beams that can exist at once; at least 256 by default), `dtype` (of activations)
+    and `device` are those of the pool that it makes; by default the model's.
 
     Dropping the cache gives its rows back. A forward raises OutOfMemory (the cache stands as after the last whole
     step), GradientError, or ClosedError once the pool is closed.
@@ -50,6 +51,7 @@ class UnifiedCache(Cache):
         max_tokens: int | None = None,
         pool: CachePool | None = None,
         page_size: int = 16,
+        max_sequences: int | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -65,20 +67,18 @@ class UnifiedCache(Cache):
 
         def make_pool(num_rows: int, tensor_device: torch.device) -> CachePool:
             on = tensor_device if device is None else torch.device(device)
-            max_sequences = max(256, 4 * num_rows)
+            options: dict[str, Any] = {"max_sequences": max_sequences or max(256, 4 * num_rows), "device": on}
             if memory is None and max_tokens is not None:
-                made = CachePool(
-                    _plan_for(layers, num_rows, max_tokens, page_size, on), max_sequences=max_sequences, device=on
-                )
+                made = CachePool(_plan_for(layers, num_rows, max_tokens, page_size, on), **options)
             else:
-                made = CachePool(layers, memory=memory, page_size=page_size, max_sequences=max_sequences, device=on)
+                made = CachePool(layers, memory=memory, page_size=page_size, **options)
             _log.info("took %d bytes on %s for a cache of %d rows", made.plan.arena_bytes, on, num_rows)
             return made
 
-        self._steps: OwnSteps | GivenStep = OwnSteps(make_pool, max_tokens=max_tokens, parts=parts_of(layers))
         if pool is None and memory is not None:
             pool = make_pool(1, torch.get_default_device())
-        self._steps.pool = pool
+        rows = CacheRows(make_pool, pool=pool, max_tokens=max_tokens)
+        self._steps: OwnSteps | GivenStep = OwnSteps(rows, parts_of(layers))
         self._bind(layers)
 
     @classmethod
@@ -95,7 +95,7 @@ class UnifiedCache(Cache):
         self._declared = layers
         if isinstance(self._steps, OwnSteps):
             # The rows outlive the cache in the pool, so they are freed when it goes; not at exit, when all goes.
-            weakref.finalize(self, self._steps.close).atexit = False
+            weakref.finalize(self, self._steps.reset).atexit = False
 
     @property
     def pool(self) -> CachePool:
@@ -111,7 +111,7 @@ class UnifiedCache(Cache):
         """Number of rows, -1 if there are none yet."""
         if isinstance(self._steps, GivenStep):
             return self._steps.places.num_rows
-        return len(self._steps.sequences) or -1
+        return len(self._steps.rows) or -1
 
     @property
     def is_initialized(self) -> bool:
@@ -155,17 +155,15 @@ class UnifiedCache(Cache):
 
     def reset(self) -> None:
         """Frees the rows; the next forward starts again, with any batch size."""
-        self._own().close()
+        self._own().reset()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Takes the last `-tokens_to_remove` tokens of every row back; SequenceError for states and left windows."""
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes the negative number of tokens to remove, not {tokens_to_remove}")
-        steps = self._own()
-        steps.settle()
+        rows = self._own().at_rest()
         if tokens_to_remove:
-            for sequence in steps.sequences:
-                sequence.crop(sequence.length + tokens_to_remove)
+            rows.crop(rows.length + tokens_to_remove)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row b becomes what row `beam_idx[b]` was; pages are shared, not copied. Synchronises with the device."""
@@ -179,8 +177,7 @@ class UnifiedCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row becomes `repeats` rows in its place, which share pages until they differ."""
-        num_rows = len(self._own().sequences)
-        self._take([row for row in range(num_rows) for _ in range(repeats)])
+        self._take([row for row in range(len(self._own().rows)) for _ in range(repeats)])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnifiedCache:
         """A fork: rows with the same content that share pages until they differ, in the same pool."""
@@ -191,16 +188,19 @@ class UnifiedCache(Cache):
         fork._bind(self._declared)
         return fork
 
+    def __copy__(self) -> UnifiedCache:
+        """A fork as well: the rows belong to one cache, and go with it."""
+        return self.__deepcopy__({})
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a UnifiedCache cannot be pickled, as its rows lie in the memory of a pool; copy.deepcopy() forks it there"
+        )
+
     def _take(self, indices: list[int]) -> None:
-        steps = self._own()
-        steps.settle()
-        if indices == list(range(len(steps.sequences))):
-            return
-        chosen: list[PoolSequence] = []
-        for row in indices:
-            sequence = steps.sequences[row]
-            chosen.append(sequence.fork() if sequence in chosen else sequence)
-        steps.replace(chosen)
+        rows = self._own().at_rest()
+        if indices != list(range(len(rows))):
+            rows.select(indices)
 
     def _own(self) -> OwnSteps:
         if isinstance(self._steps, GivenStep):
@@ -215,14 +215,22 @@ class UnifiedCache(Cache):
 
 
 def _plan_for(layers: tuple[Layer, ...], num_rows: int, max_tokens: int, page_size: int, device: torch.device) -> Plan:
-    """A plan whose arena holds `num_rows` sequences of `max_tokens`, and what their steps need for a while."""
+    """A plan whose arena holds `num_rows` sequences of `max_tokens`, and what any step on the way needs beside them."""
     options: dict[str, Any] = {
         "page_size": page_size,
         "num_tokens": max_tokens,
         "pad_entries": device.type == "cpu",
     }
     boundless = plan(layers, memory="1TiB", **options)
-    # In a step a window holds a page more than between steps, and a grid may end within a page.
-    page_bytes = sum(subpool.page_bytes for subpool in boundless.subpools)
-    memory = num_rows * (boundless.bytes_per_sequence(max_tokens) + page_bytes) + 2 * page_bytes
+    per_row_bytes, page_bytes = 0, 0
+    for subpool in boundless.subpools:
+        lengths = range(max(1, max_tokens - subpool.page_tokens + 1), max_tokens + 1)
+        num_pages = max(map(subpool.num_pages_for, lengths))
+        if not subpool.is_state:
+            # A step over many tokens reads the window before them, and leaves another one.
+            num_pages = min(2 * num_pages, -(-max_tokens // subpool.page_tokens))
+        per_row_bytes += num_pages * subpool.page_bytes
+        page_bytes += subpool.page_bytes
+    # A grid may end within a page at both of its ends.
+    memory = num_rows * per_row_bytes + 2 * page_bytes
     return plan(layers, memory=memory, **options)

@@ -14,7 +14,7 @@ from transformers.cache_utils import CacheLayerMixin, DummyLayer, LinearAttentio
 
 from torch_uma.errors import GradientError, SequenceError
 from torch_uma.integrations.transformers.places import StepPlaces, TokenStore
-from torch_uma.integrations.transformers.steps import GivenStep, OwnSteps, Part
+from torch_uma.integrations.transformers.steps import GivenStep, OwnSteps, Part, in_forward
 from torch_uma.layout import Full, Layer, Lifetime, State, Window
 
 Steps = GivenStep | OwnSteps
@@ -37,12 +37,12 @@ class AttentionLayer(CacheLayerMixin):
     @property
     def is_initialized(self) -> bool:  # type: ignore[override]  # nobody sets it
         """Whether there are rows."""
-        return isinstance(self._steps, GivenStep) or bool(self._steps.sequences)
+        return isinstance(self._steps, GivenStep) or bool(self._steps.rows)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Makes the rows for keys of [batch, heads, tokens, head_dim]."""
         assert isinstance(self._steps, OwnSteps)
-        self._steps.open_rows(key_states.shape[0], key_states.device)
+        self._steps.rows.add(key_states.shape[0], key_states.device)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -81,7 +81,7 @@ class AttentionLayer(CacheLayerMixin):
         """Tokens that the layer was asked to make room for, or those of its window; -1 if nobody said."""
         if self.is_sliding:
             return int(self.sliding_window)
-        limit = None if isinstance(self._steps, GivenStep) else self._steps.max_tokens
+        limit = None if isinstance(self._steps, GivenStep) else self._steps.rows.max_tokens
         return -1 if limit is None else limit
 
 
@@ -109,14 +109,20 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         """Nothing: the arena has the states."""
 
     def read(self, kind: str, state_idx: int) -> torch.Tensor | None:
-        """The live state [batch, *shape], to be changed in place, or None while no row has one. GradientError."""
+        """The live state [batch, *shape], to be changed in place, or None while no row has one. GradientError.
+
+        Between two forwards a copy of it.
+        """
+        name = _row_name(kind, state_idx)
+        if isinstance(self._steps, OwnSteps) and not torch.compiler.is_compiling() and not in_forward():
+            return self._steps.at_rest().state(self._layer, name)
         if torch.is_grad_enabled():
             raise _gradient_error()
-        places = self._steps.enter(self._layer, ("read", kind, state_idx))
+        places = self._steps.enter(self._layer, name, is_read=True)
         if places is None or places.fresh:
             return None
         # Mixers change a state in place when there is one new token, and otherwise give the new one to an update.
-        return self._state(places, kind, state_idx, is_write=places.num_new_tokens == 1)
+        return self._state(places, name, is_write=places.num_new_tokens == 1)
 
     def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
         """Keeps the last of [batch, channels, tokens]; returns the old state and all of these, padded on the left."""
@@ -138,12 +144,13 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         if torch.is_grad_enabled():
             raise _gradient_error()
         num_new_tokens = new.shape[-1] if kind == "conv" else None
-        places = self._steps.enter(self._layer, ("write", kind, state_idx), num_new_tokens=num_new_tokens, like=new)
+        name = _row_name(kind, state_idx)
+        places = self._steps.enter(self._layer, name, num_new_tokens=num_new_tokens, like=new)
         assert places is not None
-        return places, self._state(places, kind, state_idx, is_write=True)
+        return places, self._state(places, name, is_write=True)
 
-    def _state(self, places: StepPlaces, kind: str, state_idx: int, *, is_write: bool) -> torch.Tensor:
-        state = places.state(self._layer)[kind if state_idx == 0 else f"{kind}_{state_idx}"]
+    def _state(self, places: StepPlaces, name: str, *, is_write: bool) -> torch.Tensor:
+        state = places.state(self._layer)[name]
         if is_write and places.views_states:
             places.step.state_touched = True  # in place, unseen: a step that aborts now cannot put it back
         self.path = "state view" if places.views_states else "state copy"
@@ -192,12 +199,17 @@ def make_layers(layers: Iterable[Layer], steps: Steps) -> list[CacheLayer]:
 
 
 def parts_of(layers: Iterable[Layer]) -> list[Part]:
-    """Every layer's tokens and every layer's state, as far as it stores them."""
+    """Every layer's tokens and every row of every layer's state, as far as it stores them."""
     return [
-        (index, "state" if isinstance(memory.lifetime, State) else "tokens")
+        (index, name)
         for index, layer in enumerate(layers)
         for memory in layer.memories
+        for name in ([row.name for row in memory.rows] if isinstance(memory.lifetime, State) else ["tokens"])
     ]
+
+
+def _row_name(kind: str, state_idx: int) -> str:
+    return kind if state_idx == 0 else f"{kind}_{state_idx}"
 
 
 def _gradient_error() -> GradientError:

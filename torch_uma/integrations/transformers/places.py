@@ -168,7 +168,7 @@ class StepPlaces:
         slots = self.step.slots()
         self._first_slot = int(slots[0])
         self._slot_stride = _stride(slots)
-        self._slots = torch.from_numpy(slots.astype(np.int64)).to(self.arena.device)
+        self._slots = torch.from_numpy(slots).to(self.arena.device)
         if self.step.fresh.any():
             entries = self.arena[subpool.origin_bytes :][: subpool.num_pages * subpool.page_bytes]
             fresh = self._slots[torch.from_numpy(self.step.fresh).to(self.arena.device)]
@@ -203,7 +203,8 @@ def stores_of(pool: CachePool) -> tuple[Store, ...]:
     """What each layer of the pool's plan stores; made once for an arena. PlanError for what no cache layer serves."""
     if pool.arena not in _STORES:
         layers = range(len(pool.plan.layers))
-        _STORES[pool.arena] = tuple(_store(pool, layer) for layer in layers)
+        with torch.inference_mode(False):  # tensors made in inference mode could not be written outside of it
+            _STORES[pool.arena] = tuple(_store(pool, layer) for layer in layers)
     return _STORES[pool.arena]
 
 
@@ -247,7 +248,9 @@ def _state_grid(arena: torch.Tensor, subpool: SubPool, placed: PlacedRow) -> tor
     through views of one storage with two dtypes, and the bytes never overlap.
     """
     row = placed.row
-    alias = torch.utils.dlpack.from_dlpack(arena.view(row.dtype))
+    alias = arena.view(row.dtype)
+    if not alias.is_meta:
+        alias = torch.utils.dlpack.from_dlpack(alias)
     strides = tuple(prod(row.shape[axis + 1 :]) for axis in range(len(row.shape)))
     return alias.as_strided(
         (subpool.num_pages, *row.shape),
@@ -256,7 +259,7 @@ def _state_grid(arena: torch.Tensor, subpool: SubPool, placed: PlacedRow) -> tor
     )
 
 
-def _stride(slots: NDArray[np.int32]) -> int | None:
+def _stride(slots: NDArray[np.int64]) -> int | None:
     """Pages from row to row if that is the same positive number for all rows."""
     if len(slots) == 1:
         return 1

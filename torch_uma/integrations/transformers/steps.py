@@ -6,28 +6,39 @@ Owns the moment at which a step begins and ends: a step that a loop opened with 
 
 from __future__ import annotations
 
-import logging
 import sys
-from collections.abc import Callable, Hashable, Iterable
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from collections.abc import Callable, Iterable
+from types import FrameType
+from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 import torch
 
-from torch_uma.errors import ClosedError, OutOfMemory, SequenceError, TorchUmaError
+from torch_uma.errors import SequenceError
 from torch_uma.integrations.transformers.places import StepPlaces, extent
-from torch_uma.layout import Full, Lifetime
+from torch_uma.integrations.transformers.rows import CacheRows
+from torch_uma.layout import Lifetime
 
 if TYPE_CHECKING:
-    from torch_uma.pool import Batch, CachePool
-    from torch_uma.sequence import Sequence
+    from torch_uma.pool import CachePool
 
-Part = tuple[int, Literal["tokens", "state"]]
-
-_log = logging.getLogger(__name__)
+Part = tuple[int, str]
+"""A layer, and "tokens" or the name of one of its state rows."""
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 _untraced: Callable[[_Method], _Method] = torch.compiler.disable
+
+
+_MODULE_CALL = torch.nn.Module._call_impl.__code__
+
+
+def in_forward() -> bool:
+    """Whether the forward of a module, or a hook of it, is being run by this thread."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _MODULE_CALL:
+        frame = frame.f_back
+    return frame is not None
 
 
 class GivenStep:
@@ -38,7 +49,13 @@ class GivenStep:
         self.pool = pool
 
     def enter(
-        self, layer: int, touch: Hashable, *, num_new_tokens: int | None = None, like: torch.Tensor | None = None
+        self,
+        layer: int,
+        name: str,
+        *,
+        is_read: bool = False,
+        num_new_tokens: int | None = None,
+        like: torch.Tensor | None = None,
     ) -> StepPlaces | None:
         """Returns the step's places; SequenceError if the forward has another batch or number of tokens."""
         if not self.places.step.is_open:
@@ -64,63 +81,74 @@ class GivenStep:
 
 
 class OwnSteps:
-    """The sequences behind the batch rows of one cache, and the step that its current forward pass is in.
+    """The step that the current forward pass over the rows of one cache is in.
 
     A step begins at a forward's first call, for all kinds at once, and is complete when all `parts` have been called:
-    every layer's tokens, every layer's state. If tokens came last it is committed at once, otherwise at the next call,
-    as a state is still being written in place. A forward that stopped half-way is aborted at the next call.
+    every layer's tokens, and every row of its state, which several new tokens write while one new token may only read
+    it, to change it in place. If tokens came last it is committed at once, otherwise at the next call, as a state may
+    still be changing. A forward that stopped half-way is aborted at the next call; one that stopped in the last layer
+    while it changed a state in place cannot be told from a whole one.
     """
 
-    def __init__(
-        self,
-        make_pool: Callable[[int, torch.device], CachePool],
-        *,
-        max_tokens: int | None,
-        parts: Iterable[Part],
-    ) -> None:
-        self.pool: CachePool | None = None
-        self.max_tokens = max_tokens
-        self.sequences: list[Sequence] = []
-        self._make_pool = make_pool
+    def __init__(self, rows: CacheRows, parts: Iterable[Part]) -> None:
+        self.rows = rows
         self._parts = frozenset(parts)
-        self._batch: Batch | None = None
         self._announced: int | None = None
-        self._room_tokens = 0
         self._open: StepPlaces | None = None
         self._waiting: set[Part] = set()
-        self._touches: set[tuple[int, Hashable]] = set()
+        self._touches: set[tuple[int, str, bool]] = set()
         self._last_layer: int | None = None
+        self._was_cut = False  # the last step was aborted; its forward may still be running
+
+    @property
+    def pool(self) -> CachePool | None:
+        """The pool that the rows are in, None until it is made."""
+        return self.rows.pool
 
     @_untraced
     def enter(
-        self, layer: int, touch: Hashable, *, num_new_tokens: int | None = None, like: torch.Tensor | None = None
+        self,
+        layer: int,
+        name: str,
+        *,
+        is_read: bool = False,
+        num_new_tokens: int | None = None,
+        like: torch.Tensor | None = None,
     ) -> StepPlaces | None:
         """Returns the places of the step that this call belongs to, and begins it first where need be.
 
-        `touch` names the call: a layer makes each once a forward. None while there are no rows and `like`, a tensor
-        [batch, ...], does not tell how many to make. OutOfMemory leaves everything as after the last whole step.
+        `name` is "tokens" or that of a state row, which a layer reads at most once a forward, and before it writes it.
+        None while there are no rows and `like`, a tensor [batch, ...], does not tell how many to make. OutOfMemory
+        leaves everything as after the last whole step. SequenceError in a forward whose step something else has ended.
         """
-        _check_shape(len(self.sequences), like)
+        _check_shape(len(self.rows), like)
         places = self._open
         if places is not None:
             other_shape = num_new_tokens not in (None, places.num_new_tokens)
-            if other_shape and all(touched == layer for touched, _ in self._touches):
+            if other_shape and all(touched == layer for touched, _, _ in self._touches):
                 places.step.state_touched = False  # its state was only looked at
             is_through = not self._waiting and layer != self._last_layer
-            if other_shape or is_through or (layer, touch) in self._touches:
+            is_again = (layer, name, is_read) in self._touches or (layer, name, False) in self._touches
+            if other_shape or is_through or is_again:
                 self.settle()
         if self._open is None:
-            if not self.sequences and like is None:
+            if not self.rows and like is None:
                 return None
             self._begin(num_new_tokens or self._announced or 1, like)
+        if self._was_cut and self._waiting and min(self._waiting)[0] < layer:
+            self.settle()
+            raise SequenceError(
+                f"the step of this forward was ended before layer {layer}, as something else used the cache meanwhile; "
+                "run the forward again from its beginning"
+            )
         places = self._open
         assert places is not None
         if self._last_layer is not None and self._last_layer != layer:
             places.keep_state(self._last_layer)
         self._last_layer = layer
-        self._touches.add((layer, touch))
-        if touch != "tokens":
-            self._waiting.discard((layer, "state"))
+        self._touches.add((layer, name, is_read))
+        if name != "tokens" and (places.num_new_tokens == 1 or not is_read):
+            self._waiting.discard((layer, name))
         return places
 
     @_untraced
@@ -135,6 +163,7 @@ class OwnSteps:
         places, self._open = self._open, None
         if places is None:
             return
+        self._was_cut = bool(self._waiting)
         if self._waiting:
             places.step.abort()
         else:
@@ -144,10 +173,9 @@ class OwnSteps:
     @_untraced
     def length(self) -> int:
         """Tokens in every row after the last whole step."""
-        if self._open is not None and self._waiting:
-            return self._open.max_past
-        self.settle()
-        return int(self.sequences[0].length) if self.sequences else 0
+        if self._open is not None:
+            return self._open.max_past + (0 if self._waiting else self._open.num_new_tokens)
+        return self.rows.length
 
     @_untraced
     def extent(self, layer: int, lifetime: Lifetime, num_new_tokens: int) -> tuple[int, int]:
@@ -155,98 +183,59 @@ class OwnSteps:
         self._announced = num_new_tokens
         return extent(lifetime, np.array([self.length()]), num_new_tokens)
 
-    def replace(self, sequences: list[Sequence]) -> None:
-        """Makes these the rows, of one length; frees the present ones that are not among them."""
+    def at_rest(self) -> CacheRows:
+        """The rows, to be looked at or changed by another than a forward."""
         self.settle()
-        kept = set(sequences)
-        for sequence in self.sequences:
-            if sequence not in kept:
-                sequence.free()
-        self.sequences = sequences
-        self._batch = None if self.pool is None or not sequences else self.pool.batch(sequences)
-        # Forked rows share pages, which no run can hold twice.
-        self._room_tokens = sys.maxsize if sequences else 0
-        self._announced = None
+        return self.rows
 
-    def close(self) -> None:
+    def reset(self) -> None:
         """Frees the rows."""
-        if self.pool is None or self.pool.closed:
+        if self.pool is not None and self.pool.closed:
             self._open = None
-            self.sequences = []
-        else:
-            self.replace([])
+        self.at_rest().free()
+        self._was_cut = False
+        self._announced = None
 
     def fork(self) -> OwnSteps:
         """The same for another cache, with forks of the rows."""
-        self.settle()
-        other = OwnSteps(self._make_pool, max_tokens=self.max_tokens, parts=self._parts)
-        other.pool = self.pool
-        other.replace([sequence.fork() for sequence in self.sequences])
-        return other
-
-    def open_rows(self, num_rows: int, device: torch.device) -> None:
-        """Makes `num_rows` empty rows, and the pool if there is none."""
-        assert not self.sequences
-        if self.pool is None:
-            self.pool = self._make_pool(num_rows, device)
-        allocator = self.pool.allocator  # which first takes back what earlier rows have let go of
-        sequences: list[Sequence] = []
-        try:
-            for _ in range(num_rows):
-                sequences.append(self.pool.add())
-        except OutOfMemory:
-            for sequence in sequences:
-                sequence.free()
-            raise
-        # A view over all states needs slots that ascend with the rows, and empty rows can still be told which is which.
-        sequences.sort(key=lambda sequence: [int(allocator.v2p[ids[0]]) for ids in sequence.pages if len(ids)])
-        self.sequences = sequences
-        self._batch = self.pool.batch(sequences)
-        self._room_tokens = 0
+        return OwnSteps(self.at_rest().fork(), self._parts)
 
     def _begin(self, num_new_tokens: int, like: torch.Tensor | None) -> None:
-        is_new = not self.sequences
+        is_new = not self.rows
         if is_new:
             assert like is not None
-            self.open_rows(like.shape[0], like.device)
-        assert self.pool is not None and self._batch is not None
-        if self.pool.closed:
-            raise ClosedError("the pool of this cache was closed; make a new cache on an open pool")
-        lengths = [sequence.length for sequence in self.sequences]
+            self.rows.add(like.shape[0], like.device)
+        assert self.pool is not None
+        _NEWEST[self.pool] = ref(self)
         try:
-            self._make_room(lengths[0] + num_new_tokens)
-            step = self.pool.begin(self._batch, num_new_tokens)
-        except TorchUmaError as error:
-            if is_new:
-                self.close()
-            if not isinstance(error, OutOfMemory):
+            step = self.rows.begin(num_new_tokens)
+            try:
+                self._open = StepPlaces(self.pool, step, whole=False)
+            except BaseException:
+                step.abort()
                 raise
-            raise OutOfMemory(
-                f"{error}; the {len(lengths)} rows of this cache hold {lengths} tokens, as before, "
-                f"and were to take {num_new_tokens} more each",
-                error.quote,
-            ) from error
-        self._open = StepPlaces(self.pool, step, whole=False)
-        step.on_settle = self.settle
+        except BaseException:
+            if is_new:
+                self.reset()
+            raise
+        step.on_settle = self._rest
         self._waiting = set(self._parts)
         self._touches = set()
         self._last_layer = None
         self._announced = None
 
-    def _make_room(self, num_tokens: int) -> None:
-        """Asks for room in one run before the rows outgrow theirs: for `max_tokens`, or twice what they need now."""
+    def _rest(self) -> None:
+        """What the pool calls before its other operations: `settle`, unless the forward still runs, as in a hook.
+
+        An open step then stays as it is; its pages do not move.
+        """
         assert self.pool is not None
-        if num_tokens <= self._room_tokens or not any(
-            isinstance(subpool.lifetime, Full) for subpool in self.pool.plan.subpools
-        ):
-            return
-        self._room_tokens = 2 * num_tokens
-        if self.max_tokens is not None and num_tokens <= self.max_tokens:
-            self._room_tokens = self.max_tokens
-        try:
-            self.pool.extend_runs(self.sequences, self._room_tokens)
-        except OutOfMemory as error:
-            _log.info("no room in one run for %d tokens a row, so pages are taken singly: %s", self._room_tokens, error)
+        if not in_forward() or _NEWEST[self.pool]() is not self:
+            self.settle()
+
+
+_NEWEST: WeakKeyDictionary[CachePool, ref[OwnSteps]] = WeakKeyDictionary()
+"""Whose forward began last on a pool: the only one that can still be running."""
 
 
 def _check_shape(num_rows: int, like: torch.Tensor | None) -> None:

@@ -1,0 +1,171 @@
+"""UnifiedCache when things go another way: hooks, interruptions, refusals, copies, states looked at from outside."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from models import assert_same_tokens, prompts
+from test_generate import LENGTHS, MEMORY, MODELS, NUM_NEW, assert_all_free, expected, generate, model_of, poisoned
+from transformers.cache_utils import DynamicCache
+
+import torch_uma
+
+torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("place", ["self_attn", "linear_attn.in_proj_ba", "mamba.in_proj", "mamba.out_proj", "mlp"])
+def test_a_hook_may_use_the_pool_in_the_middle_of_a_forward(place: str) -> None:
+    for name in MODELS:
+        model = model_of(name)
+        pool = torch_uma.CachePool(model, memory=MEMORY, page_size=4)
+        torch_uma.testing.poison(pool)
+        others = [pool.add() for _ in range(4)]
+        for other in others[::2]:  # states at no stride are worked on in copies
+            other.free()
+        cache = torch_uma.UnifiedCache(model, pool=pool)
+
+        def look(*_: Any, pool: torch_uma.CachePool = pool, cache: torch_uma.UnifiedCache = cache) -> None:
+            torch_uma.testing.scramble(pool, 1)
+            pool.compact()
+            pool.add(3).free()
+            pool.check()
+            cache.get_seq_length()
+
+        modules = [module for path, module in model.named_modules() if path.endswith(place)]
+        hooks = [module.register_forward_pre_hook(look) for module in modules]
+        try:
+            tokens = generate(model, prompts(LENGTHS), cache=cache, max_new_tokens=12)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        assert torch.equal(tokens, expected(name, "eager", False)[:, : tokens.shape[1]])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_forward_whose_step_was_ended_meanwhile_says_so(name: str) -> None:
+    model = model_of(name)
+    inputs = prompts(LENGTHS)
+    cache = poisoned(model)
+    hook = model.model.layers[1].register_forward_pre_hook(lambda *_: copy.deepcopy(cache) and None)
+    with pytest.raises(torch_uma.SequenceError, match="from its beginning"):
+        generate(model, inputs, cache=cache)
+    hook.remove()
+    assert cache.get_seq_length() == 0
+    tokens = generate(model, inputs, cache=cache)
+    assert_same_tokens(model, tokens, expected(name, "eager", False), inputs["attention_mask"])
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "bamba"])
+def test_states_can_be_looked_at_between_forwards(name: str) -> None:
+    model = model_of(name)
+    inputs = prompts(LENGTHS)
+    reference = DynamicCache(config=model.config)
+    cache = poisoned(model)
+    assert cache.get_conv_state(0) is None
+    for form in (reference, cache):
+        first = generate(model, inputs, cache=form, max_new_tokens=10)
+    for layer, kind in enumerate(model.config.layer_types):
+        if kind == "linear_attention":
+            for state, other in (
+                (cache.get_conv_state(layer), reference.get_conv_state(layer)),
+                (cache.get_recurrent_state(layer), reference.get_recurrent_state(layer)),
+            ):
+                assert state is not None and other is not None and torch.allclose(state, other, atol=1e-4)
+                state.fill_(float("nan"))  # a copy
+    assert cache.get_seq_length() == first.shape[1] - 1
+    mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 10), value=1)
+    tokens = generate(model, {"input_ids": first, "attention_mask": mask}, cache=cache, max_new_tokens=NUM_NEW - 10)
+    assert_same_tokens(model, tokens, expected(name, "eager", False), inputs["attention_mask"])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_prompt_that_stopped_in_the_last_layer_is_taken_back(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of(name)
+    inputs = prompts(LENGTHS)
+    cache = poisoned(model)
+    last = cache.layers[-1]
+    method = "update_recurrent_state" if hasattr(last, "update_recurrent_state") else "update"
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(last, method, lambda *_, **__: 1 / 0)
+        generate(model, inputs, cache=cache)
+    assert cache.get_seq_length() == 0
+    tokens = generate(model, inputs, cache=cache)
+    assert_same_tokens(model, tokens, expected(name, "eager", False), inputs["attention_mask"])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_rows_that_cannot_be_made_leave_those_there_are(name: str) -> None:
+    model = model_of(name)
+    pool = torch_uma.CachePool(model, memory=MEMORY, max_sequences=4)
+    cache = torch_uma.UnifiedCache(model, pool=pool)
+    with pytest.raises(torch_uma.SequenceError, match="max_sequences"):
+        generate(model, prompts((4,) * 5), cache=cache)
+    generate(model, prompts(LENGTHS), cache=cache, max_new_tokens=2)
+    for change in (
+        lambda: copy.deepcopy(cache),
+        lambda: cache.batch_repeat_interleave(2),
+        lambda: cache.reorder_cache(torch.tensor([1, 1, 1])),
+    ):
+        with pytest.raises(torch_uma.SequenceError, match="max_sequences"):
+            change()
+    with pytest.raises(IndexError):
+        cache.batch_select_indices(torch.tensor([0, 0, 7]))
+    assert cache.batch_size == 3
+    pool.add().free()
+    assert torch_uma.UnifiedCache(model, memory=MEMORY, max_sequences=7).pool.sequences.length.shape == (7,)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_room_for_max_tokens_is_enough_for_any_way_there(page_size: int) -> None:
+    model = model_of("gpt_oss")
+    for first, more in ((40, 50), (5, 60)):
+        cache = torch_uma.UnifiedCache(model, max_tokens=first + more, page_size=page_size)
+        with torch.no_grad():
+            model(torch.zeros(2, first, dtype=torch.int64), cache=cache)
+            model(torch.zeros(2, more, dtype=torch.int64), cache=cache)
+        assert cache.get_seq_length() == first + more
+        fork = copy.deepcopy(cache)
+        with pytest.raises(torch_uma.OutOfMemory, match=f"max_tokens={first + more}"), torch.no_grad():
+            model(torch.zeros(2, 100, dtype=torch.int64), cache=fork)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_cache_made_in_inference_mode_serves_outside_of_it(name: str) -> None:
+    model = model_of(name)
+    inputs = prompts(LENGTHS)
+    with torch.inference_mode():
+        cache = poisoned(model)
+        first = generate(model, inputs, cache=cache, max_new_tokens=3)
+    mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 3), value=1)
+    longer = {"input_ids": first.clone(), "attention_mask": mask}
+    tokens = generate(model, longer, cache=cache, max_new_tokens=20)
+    assert torch.equal(tokens, expected(name, "eager", False)[:, : tokens.shape[1]])
+
+
+def test_a_cache_is_copied_by_forking_and_cannot_be_pickled() -> None:
+    model = model_of("gpt_oss")
+    cache = poisoned(model)
+    generate(model, prompts((4, 6)), cache=cache, max_new_tokens=5)
+    other = copy.copy(cache)
+    del cache
+    gc.collect()
+    assert other.get_seq_length() == 10
+    with pytest.raises(TypeError, match="deepcopy"):
+        pickle.dumps(other)
+
+
+def test_a_step_that_cannot_be_served_is_not_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("gpt_oss")
+    cache = poisoned(model)
+    with monkeypatch.context() as patch:
+        patch.setattr("torch_uma.integrations.transformers.places.stores_of", lambda pool: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            generate(model, prompts(LENGTHS), cache=cache)
+    assert_all_free(cache.pool)
+    tokens = generate(model, prompts(LENGTHS), cache=cache)
+    assert_same_tokens(model, tokens, expected("gpt_oss", "eager", False), prompts(LENGTHS)["attention_mask"])

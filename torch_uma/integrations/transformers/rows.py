@@ -1,0 +1,198 @@
+"""The batch rows of one cache: sequences of one length in a pool, made, forked, selected and freed together.
+
+Knows nothing of forwards: whoever changes the rows brings the step that is open over them to rest first.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from torch_uma.errors import ClosedError, OutOfMemory, SequenceError, TorchUmaError
+from torch_uma.integrations.transformers.places import stores_of
+from torch_uma.layout import Full
+
+if TYPE_CHECKING:
+    from torch_uma.batch import Batch
+    from torch_uma.pool import CachePool
+    from torch_uma.sequence import Sequence
+    from torch_uma.step import Step
+
+_log = logging.getLogger(__name__)
+
+
+class CacheRows:
+    """What one cache has of a pool.
+
+    `make_pool` makes the pool for a number of rows on a device, when the first rows are made and `pool` is None.
+    `max_tokens` is the length for which the rows are given room at once, None for as much as they need, doubled.
+    """
+
+    def __init__(
+        self,
+        make_pool: Callable[[int, torch.device], CachePool],
+        *,
+        pool: CachePool | None = None,
+        max_tokens: int | None = None,
+    ) -> None:
+        self.pool = pool
+        self.max_tokens = max_tokens
+        self.sequences: list[Sequence] = []
+        self._make_pool = make_pool
+        self._batch: Batch | None = None
+        self._room_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    @property
+    def length(self) -> int:
+        """Tokens in every row."""
+        return self.sequences[0].length if self.sequences else 0
+
+    def add(self, num_rows: int, device: torch.device) -> None:
+        """Makes `num_rows` empty rows where there are none, and the pool if there is none. All of them or none."""
+        assert not self.sequences
+        if self.pool is None:
+            self.pool = self._make_pool(num_rows, device)
+        if self.pool.closed:
+            raise _closed_error()
+        allocator = self.pool.allocator  # which first takes back what earlier rows have let go of
+        sequences: list[Sequence] = []
+        try:
+            for _ in range(num_rows):
+                sequences.append(self.pool.add())
+        except TorchUmaError:
+            _free(sequences)
+            raise
+        # A view over all states needs slots that ascend with the rows, and empty rows can still be told which is which.
+        sequences.sort(key=lambda sequence: [int(allocator.v2p[ids[0]]) for ids in sequence.pages if len(ids)])
+        self._hold(sequences)
+        self._room_tokens = 0
+
+    def select(self, rows: Iterable[int]) -> None:
+        """Row i becomes what row `rows[i]` was; rows that are taken twice share pages. Nothing changes if it fails."""
+        self.check_whole()
+        wanted = [self.sequences[row] for row in rows]
+        unused = set(wanted)
+        forks: list[Sequence] = []
+        chosen: list[Sequence] = []
+        try:
+            for sequence in wanted:
+                if sequence in unused:
+                    unused.remove(sequence)
+                    chosen.append(sequence)
+                else:
+                    forks.append(sequence.fork())
+                    chosen.append(forks[-1])
+        except TorchUmaError:
+            _free(forks)
+            raise
+        _free(set(self.sequences) - set(wanted))
+        self._hold(chosen)
+
+    def fork(self) -> CacheRows:
+        """Rows with the same content, for another cache. All of them or none."""
+        self.check_whole()
+        other = CacheRows(self._make_pool, pool=self.pool, max_tokens=self.max_tokens)
+        forks: list[Sequence] = []
+        try:
+            for sequence in self.sequences:
+                forks.append(sequence.fork())
+        except TorchUmaError:
+            _free(forks)
+            raise
+        if forks:
+            other._hold(forks)
+        return other
+
+    def crop(self, num_tokens: int) -> None:
+        """Shortens every row."""
+        self.check_whole()
+        for sequence in self.sequences:
+            sequence.crop(num_tokens)
+
+    def free(self) -> None:
+        """Gives up the rows."""
+        if self.pool is not None and not self.pool.closed:
+            _free(self.sequences)
+        self.sequences = []
+        self._batch = None
+
+    def begin(self, num_new_tokens: int) -> Step:
+        """Opens a step over all rows, in one run of pages where that can be had; OutOfMemory says how long they are."""
+        assert self.pool is not None and self._batch is not None
+        if self.pool.closed:
+            raise _closed_error()
+        self.check_whole()
+        num_tokens = self.length + num_new_tokens
+        try:
+            self._make_room(num_tokens)
+            return self.pool.begin(self._batch, num_new_tokens)
+        except OutOfMemory as error:
+            lengths = [sequence.length for sequence in self.sequences]
+            message = (
+                f"{error}; the {len(lengths)} rows of this cache hold {lengths} tokens, as before, "
+                f"and were to take {num_new_tokens} more each"
+            )
+            if self.max_tokens is not None and num_tokens > self.max_tokens:
+                message += f", which is more than the max_tokens={self.max_tokens} that the cache was made for"
+            raise OutOfMemory(message, error.quote) from error
+
+    def state(self, layer: int, name: str) -> torch.Tensor | None:
+        """A copy of the state row `name` of `layer`, [rows, *shape]; None while no row has one."""
+        if self.pool is None or self.length == 0:
+            return None
+        store = stores_of(self.pool)[layer].state
+        assert store is not None
+        ids = np.concatenate([sequence.pages[store.subpool.index] for sequence in self.sequences])
+        slots = torch.from_numpy(self.pool.allocator.v2p[ids].astype(np.int64))
+        return store.grids[name].index_select(0, slots.to(self.pool.device))
+
+    def check_whole(self) -> None:
+        """Raise SequenceError if a forward was stopped after it had changed states in place."""
+        if self.pool is None or not self.sequences:
+            return
+        try:
+            self.pool.sequences.check_whole(np.array([sequence.row for sequence in self.sequences]))
+        except SequenceError:
+            raise SequenceError(
+                "the states of this cache are half written, as a forward was stopped after it had begun to change them "
+                "in place; reset() the cache and start again with the whole text"
+            ) from None
+
+    def _hold(self, sequences: list[Sequence]) -> None:
+        assert self.pool is not None
+        self.sequences = sequences
+        self._batch = self.pool.batch(sequences)
+        # Forked rows share pages, which no run can hold twice.
+        self._room_tokens = sys.maxsize
+
+    def _make_room(self, num_tokens: int) -> None:
+        """Asks for room in one run before the rows outgrow theirs: for `max_tokens`, or twice what they need now."""
+        assert self.pool is not None and self._batch is not None
+        if num_tokens <= self._room_tokens or not any(
+            isinstance(subpool.lifetime, Full) for subpool in self.pool.plan.subpools
+        ):
+            return
+        self._room_tokens = 2 * num_tokens
+        if self.max_tokens is not None and num_tokens <= self.max_tokens:
+            self._room_tokens = self.max_tokens
+        try:
+            self.pool.extend_runs(self._batch, self._room_tokens)
+        except OutOfMemory as error:
+            _log.info("no room in one run for %d tokens a row, so pages are taken singly: %s", self._room_tokens, error)
+
+
+def _closed_error() -> ClosedError:
+    return ClosedError("the pool of this cache was closed; make a new cache on an open pool")
+
+
+def _free(sequences: Iterable[Sequence]) -> None:
+    for sequence in sequences:
+        sequence.free()
