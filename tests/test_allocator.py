@@ -132,6 +132,19 @@ def test_one_page_is_reserved_as_by_the_vector_path() -> None:
         many.check()
 
 
+def test_holes_are_filled_before_a_band_grows() -> None:
+    allocator = one_float()
+    pages = allocator.reserve([4, 4, 4])
+    before = spans(allocator)
+    for k, page in enumerate(pages[[1, 5, 9]].tolist()):
+        allocator.release_one(page)
+        assert allocator.reserve_one(k) == page
+        assert spans(allocator) == before
+    allocator.release(pages[[1, 5, 9]])
+    allocator.reserve([1, 1, 1])
+    assert spans(allocator) == before
+
+
 # What is refused
 
 
@@ -548,6 +561,9 @@ def test_hints_and_split_exclude_each_other() -> None:
         ([0], [1]),  # not free
         ([0], [19]),
         ([0], [-1]),
+        ([0, 1], [6, 19]),
+        ([0, 3], [6, 7]),
+        ([0, 2], [6, 7]),
         ([0, 1], [6]),
         ([0], [6, 7]),
         ([0, 0], [6, 7]),

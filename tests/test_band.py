@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from arenas import hold
@@ -194,6 +196,17 @@ def test_the_stack_never_overflows_however_often_holes_are_claimed_and_pushed() 
     assert_holes(at_once, at_once.hole_pages().tolist())
 
 
+@pytest.mark.parametrize("push", [lambda band: band.push_hole(0), lambda band: band.push_holes(pages(0))])
+def test_a_grid_of_one_page_is_enough(push: Callable[[Band], None]) -> None:
+    band = Band(0, Grid(0, 16, 0, 1, "up"), 0, PageTables([1]))
+    band.extend(0, 1)
+    for _ in range(5):
+        band.claim_holes(pages(0))
+        push(band)
+        assert band.hole_pages().tolist() == [0] and band.num_holes == 1 and band.top <= 2
+    assert band.pop_hole() == 0 and band.pop_holes(0).tolist() == []
+
+
 def test_stale_entries_are_dropped_only_where_the_stack_is_full() -> None:
     band = band_of(span=(1, 20))
     band.claim_holes(np.arange(1, 20, dtype=np.int64))
@@ -269,6 +282,7 @@ def test_held_pages_are_never_retracted_to_nothing() -> None:
         ("float", (5, 14), (5, 15)),
         ("float", (2, 14), (2, 15)),
         ("float", (7,), (7, 8)),
+        ("float", (3, 13), (3, 14)),
         ("float", (), EMPTY),
         ("up", (5, 9), (2, 10)),
         ("up", (5, 14), (2, 15)),

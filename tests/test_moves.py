@@ -64,12 +64,21 @@ def test_pages_outside_a_target_are_counted(target: Span, count: int) -> None:
         ((3,), (1, 4), (3, 4)),
         ((3, 8), (5, 6), (3, 9)),
         ((5,), (2, 5), (3, 6)),
+        ((7,), (5, 12), (5, 9)),
+        ((5,), (4, 8), (4, 8)),
         ((), (12, 15), (9, 9)),
         ((), (1, 2), (3, 3)),
     ],
 )
 def test_a_span_is_trimmed_to_what_is_held_outside_its_target(held: tuple[int, ...], target: Span, span: Span) -> None:
     assert trimmed(band_of("float", (3, 9), held), target) == span
+
+
+def test_place_0_is_a_place() -> None:
+    (band,) = bands_of([LOWER], [(0, 4)], [(0, 2)])
+    assert trimmed(band, (1, 6)) == (0, 4) and trimmed(band, (6, 9)) == (0, 4)
+    assert num_outside(band, (1, 6)) == 1
+    assert as_lists(plan_moves([band], [(1, 6)]).waves) == [(0, [0], [4])]
 
 
 @pytest.mark.parametrize(

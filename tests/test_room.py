@@ -193,6 +193,20 @@ def test_a_float_is_extended_upwards_first_and_to_the_last_byte() -> None:
     assert spans(allocator) == [(0, 1), (4, 42), (127, 128)]  # from byte 384 (the state ends at 304) to 4,032 of 4,064
 
 
+def test_ends_are_extended_to_the_last_byte() -> None:
+    allocator = Allocator(small_plan("state_full", page_size=1))
+    allocator.reserve([1, 235])
+    assert spans(allocator) == [(0, 1), (21, 256)] and allocator.bands[1].start_bytes() == 16 + 2 * 160
+    assert [allocator.room.extend_by_one(0) for _ in range(2)] == [True, False]
+    assert spans(allocator) == [(0, 2), (21, 256)]
+    allocator = Allocator(small_plan("state_full", page_size=1))
+    allocator.reserve([1, 1])
+    assert allocator.bands[0].end_bytes() == 11 * 16
+    while allocator.room.extend_by_one(1):
+        pass
+    assert spans(allocator) == [(0, 1), (11, 256)]
+
+
 def test_an_end_alone_is_extended_over_the_whole_grid() -> None:
     for k, whole in ((STATE, (0, 19)), (FULL, (3, 128))):
         allocator = Allocator(small_plan("one_float"))
@@ -256,6 +270,25 @@ def test_a_float_takes_its_run_on_the_side_with_more_room() -> None:
     assert run_of(allocator, [0, 2, 0], {WINDOW}) == [16, 17]
     assert run_of(allocator, [2, 3, 2], {STATE, WINDOW, FULL}) == [1, 2, 18, 19, 20, 125, 126]
     allocator.check()
+
+
+def test_a_float_grows_downwards_by_what_it_misses_or_by_a_whole_run() -> None:
+    for runs, low, places in ((set(), 33, {33, 34, 36}), ({WINDOW}, 32, {32, 33, 34})):
+        allocator = Allocator(small_plan("one_float"), hints={"state": 0.8})
+        pages = allocator.reserve([0, 4, 0])
+        assert allocator.bands[WINDOW].span == (35, 39)
+        allocator.release(pages[1:2])
+        assert set(run_of(allocator, [0, 3, 0], runs)) == places
+        assert allocator.bands[WINDOW].span == (low, 39)
+
+
+def test_a_run_needs_room_for_nobody_else() -> None:
+    allocator = Allocator(small_plan("one_float"), hints={"state": 0.5})
+    allocator.reserve([9, 4, 0])  # the state cannot grow by a page
+    pages = allocator.reserve([0, 0, 5])
+    allocator.release(pages[[1, 3]])
+    assert run_of(allocator, [0, 0, 2], {FULL}) == [121, 122]
+    assert spans(allocator) == [(0, 9), (22, 26), (121, 128)]
 
 
 def test_a_run_is_a_preference_never_a_condition() -> None:
