@@ -105,6 +105,12 @@ def test_targets_are_near_to_where_bands_lie(
     assert target_spans(GRIDS, counts, pins, current, [None, preferred, None]) == spans
 
 
+@pytest.mark.parametrize("grid", GRIDS)
+def test_a_band_alone_keeps_its_free_pages(grid: Grid) -> None:
+    span = {"up": (1, 5), "float": (2, 5), "down": (2, 6)}[grid.grows]
+    assert target_spans([grid], [2], [None], [span], [span[0]]) == [span]
+
+
 def test_no_targets_for_what_does_not_fit() -> None:
     assert target_spans(GRIDS, [3, 7, 1], NO_PINS, [EMPTY] * 3, [None] * 3) is None
 

@@ -273,13 +273,35 @@ def test_a_float_takes_its_run_on_the_side_with_more_room() -> None:
 
 
 def test_a_float_grows_downwards_by_what_it_misses_or_by_a_whole_run() -> None:
-    for runs, low, places in ((set(), 33, {33, 34, 36}), ({WINDOW}, 32, {32, 33, 34})):
+    cases: list[tuple[int, set[int], int, set[int]]] = [
+        (2, set(), 34, {34, 36}),
+        (3, set(), 33, {33, 34, 36}),
+        (3, {WINDOW}, 32, {32, 33, 34}),
+    ]
+    for count, runs, low, places in cases:
         allocator = Allocator(small_plan("one_float"), hints={"state": 0.8})
         pages = allocator.reserve([0, 4, 0])
         assert allocator.bands[WINDOW].span == (35, 39)
         allocator.release(pages[1:2])
-        assert set(run_of(allocator, [0, 3, 0], runs)) == places
+        assert set(run_of(allocator, [0, count, 0], runs)) == places
         assert allocator.bands[WINDOW].span == (low, 39)
+
+
+def test_a_float_grows_to_the_side_with_more_room() -> None:
+    allocator = Allocator(small_plan("one_float"), hints={"state": 0.5})
+    allocator.reserve([9, 4, 0])  # one page below, 16 above
+    assert run_of(allocator, [0, 1, 0], set()) == [26]
+    assert spans(allocator) == [(0, 9), (22, 27), (0, 0)]
+
+
+def test_a_run_is_not_split_over_both_sides() -> None:
+    allocator = Allocator(small_plan("one_float"), hints={"state": 0.5})
+    pages = allocator.reserve([9, 6, 0])
+    allocator.reserve([0, 0, 41])
+    allocator.release(pages[[10, 12]])
+    before = spans(allocator)
+    assert before == [(0, 9), (22, 28), (87, 128)]  # one page on either side
+    assert sorted(run_of(allocator, [0, 2, 0], {WINDOW})) == [23, 25] and spans(allocator) == before
 
 
 def test_a_run_needs_room_for_nobody_else() -> None:
