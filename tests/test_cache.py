@@ -169,3 +169,46 @@ def test_a_step_that_cannot_be_served_is_not_left_open(monkeypatch: pytest.Monke
     assert_all_free(cache.pool)
     tokens = generate(model, prompts(LENGTHS), cache=cache)
     assert_same_tokens(model, tokens, expected("gpt_oss", "eager", False), prompts(LENGTHS)["attention_mask"])
+
+
+def test_a_pool_of_another_model_is_refused() -> None:
+    model = model_of("bamba")
+    pool = torch_uma.CachePool(model, memory=MEMORY)
+    with pytest.raises(torch_uma.PlanError, match="another model"):
+        torch_uma.UnifiedCache(model_of("gpt_oss"), pool=pool)
+    fewer = type(model.config)(
+        num_hidden_layers=2, attn_layer_indices=[1], hidden_size=64, num_attention_heads=4, num_key_value_heads=2,
+        mamba_n_heads=8, mamba_d_head=16, mamba_d_state=8,
+    )  # fmt: skip
+    with pytest.raises(torch_uma.PlanError, match="2 layers, the pool 3"):
+        torch_uma.UnifiedCache(fewer, pool=pool)
+    cache = torch_uma.UnifiedCache(model.config, pool=pool)
+    with pytest.raises(torch_uma.SequenceError, match="made for this model"), torch.no_grad():
+        cache.update(*torch.zeros(2, 1, 1, 3, 32), 1)  # as many numbers as two heads of 16
+    assert cache.get_seq_length() == 0
+    for options in ({"page_size": 16}, {"dtype": torch.float32}, {"device": "cpu"}, {"max_sequences": 3}):
+        with pytest.raises(torch_uma.PlanError, match=f"give either pool= or {next(iter(options))}="):
+            torch_uma.UnifiedCache(model, pool=pool, **options)
+    cache.reset()
+    pool.close()
+    with pytest.raises(torch_uma.ClosedError):
+        torch_uma.UnifiedCache(model, pool=pool)
+
+
+@pytest.mark.parametrize(("lifetime", "num_rows"), [(torch_uma.Chunk(8), 2), (torch_uma.Full(), 3)])
+def test_layers_that_no_cache_serves_are_refused_at_once(lifetime: Any, num_rows: int) -> None:
+    rows = tuple(torch_uma.Row(name=name, shape=(2, 16), dtype=torch.float32) for name in "kvx"[:num_rows])
+    pool = torch_uma.CachePool(
+        [torch_uma.Layer(memories=(torch_uma.Memory(lifetime=lifetime, rows=rows),))], memory=MEMORY
+    )
+    sequence = pool.add()
+    with pytest.raises(torch_uma.PlanError, match="one key and one value"), pool.step({sequence: 1}):
+        pass
+    assert sequence.length == 0
+    pool.check()
+
+
+@pytest.mark.parametrize("max_tokens", [0, -1, 2.5, "7"])
+def test_a_length_that_is_none_is_refused(max_tokens: Any) -> None:
+    with pytest.raises(torch_uma.PlanError, match="no room"):
+        torch_uma.UnifiedCache(model_of("gpt_oss"), max_tokens=max_tokens)

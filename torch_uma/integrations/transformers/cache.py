@@ -35,9 +35,9 @@ class UnifiedCache(Cache):
     `model_or_config`: of the model that will use it. `pool`: share this one; otherwise the cache makes its own of
     `memory` (bytes, "2GiB" or a fraction of the free memory). Without `memory` it takes, at the first forward, what the
     batch needs for `max_tokens` each, or without that half of the free memory; it logs what it took at INFO. With
-    `max_tokens` the keys and values of full attention are handed over as views with no copy. `page_size`,
+    `max_tokens` the keys and values of full attention are handed over as views with no copy. `page_size` (16),
     `max_sequences` (rows, forks and beams that can exist at once; at least 256 by default), `dtype` (of activations)
-    and `device` are those of the pool that it makes; by default the model's.
+    and `device` (those of the model) are for the pool that it makes. PlanError for a pool made for another model.
 
     Dropping the cache gives its rows back. A forward raises OutOfMemory (the cache stands as after the last whole
     step), GradientError, or ClosedError once the pool is closed.
@@ -50,7 +50,7 @@ class UnifiedCache(Cache):
         memory: int | float | str | None = None,
         max_tokens: int | None = None,
         pool: CachePool | None = None,
-        page_size: int = 16,
+        page_size: int | None = None,
         max_sequences: int | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
@@ -58,20 +58,28 @@ class UnifiedCache(Cache):
         from torch_uma.integrations.transformers.declare import declare
         from torch_uma.pool import CachePool
 
-        if pool is not None and memory is not None:
-            raise PlanError("pool= has its memory already; give either pool= or memory=")
-        if max_tokens is not None and max_tokens < 1:
-            raise PlanError(f"max_tokens={max_tokens} is no room for a token; give the length of prompt and answer")
-        layers = declare(model_or_config, dtype=dtype) if pool is None else pool.plan.layers
+        if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens < 1):
+            raise PlanError(f"max_tokens={max_tokens!r} is no room for a token; give the length of prompt and answer")
+        if pool is None:
+            layers = declare(model_or_config, dtype=dtype)
+        else:
+            asked = {"memory": memory, "page_size": page_size, "max_sequences": max_sequences, "dtype": dtype}
+            for name, value in {**asked, "device": device}.items():
+                if value is not None:
+                    raise PlanError(f"pool= has its {name} already; give either pool= or {name}=")
+            pool.guard.check_usable()
+            _check_made_for(pool, model_or_config)
+            layers = pool.plan.layers
         device = device if device is not None else getattr(model_or_config, "device", None)
+        page_entries = 16 if page_size is None else page_size
 
         def make_pool(num_rows: int, tensor_device: torch.device) -> CachePool:
             on = tensor_device if device is None else torch.device(device)
             options: dict[str, Any] = {"max_sequences": max_sequences or max(256, 4 * num_rows), "device": on}
             if memory is None and max_tokens is not None:
-                made = CachePool(_plan_for(layers, num_rows, max_tokens, page_size, on), **options)
+                made = CachePool(_plan_for(layers, num_rows, max_tokens, page_entries, on), **options)
             else:
-                made = CachePool(layers, memory=memory, page_size=page_size, **options)
+                made = CachePool(layers, memory=memory, page_size=page_entries, **options)
             _log.info("took %d bytes on %s for a cache of %d rows", made.plan.arena_bytes, on, num_rows)
             return made
 
@@ -212,6 +220,35 @@ class UnifiedCache(Cache):
         if not isinstance(layer, StateLayer):
             raise ValueError(f"layer {layer_idx} has no state; it is a {type(layer).__name__}")
         return layer
+
+
+_MADE_FOR: weakref.WeakKeyDictionary[CachePool, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+"""The model or config last seen to store what a pool was made for, as it takes a forward to see."""
+
+
+def _check_made_for(pool: CachePool, model_or_config: Any) -> None:
+    from torch_uma.integrations.transformers.declare import declare
+
+    if pool in _MADE_FOR and _MADE_FOR[pool]() is model_or_config:
+        return
+    stored = [_shapes(layer) for layer in declare(model_or_config)]
+    held = [_shapes(layer) for layer in pool.plan.layers]
+    if stored != held:
+        index = next((i for i, (a, b) in enumerate(zip(stored, held, strict=False)) if a != b), None)
+        difference = f"{len(stored)} layers" if index is None else f"in layer {index} {stored[index]}"
+        instead = f"{len(held)}" if index is None else f"{held[index]}"
+        raise PlanError(
+            f"the pool was made for another model: this one stores {difference}, the pool {instead}; "
+            "make a CachePool of this model, or leave pool= out"
+        )
+    _MADE_FOR[pool] = weakref.ref(model_or_config)
+
+
+def _shapes(layer: Layer) -> list[Any]:
+    """What a layer stores, whatever it is called and in whatever dtype it is kept."""
+    return [
+        (memory.lifetime, memory.tokens_per_entry, *(row.shape for row in memory.rows)) for memory in layer.memories
+    ]
 
 
 def _plan_for(layers: tuple[Layer, ...], num_rows: int, max_tokens: int, page_size: int, device: torch.device) -> Plan:

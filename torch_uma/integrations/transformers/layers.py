@@ -13,7 +13,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin, DummyLayer, LinearAttentionCacheLayerMixin
 
 from torch_uma.errors import GradientError, SequenceError
-from torch_uma.integrations.transformers.places import StepPlaces, TokenStore
+from torch_uma.integrations.transformers.places import StepPlaces, TokenStore, check_served
 from torch_uma.integrations.transformers.steps import GivenStep, OwnSteps, Part, in_forward
 from torch_uma.layout import Full, Layer, Lifetime, State, Window
 
@@ -57,6 +57,7 @@ class AttentionLayer(CacheLayerMixin):
         assert places is not None
         store = places.stores[self._layer].tokens
         assert store is not None
+        _check_stored(store, (key_states, value_states))
         where = places.tokens[store.subpool.index]
         _write(places.arena, store, where.write, (key_states, value_states))
         if where.run is not None and _has_dtype(store, key_states.dtype) and not torch.compiler.is_compiling():
@@ -177,7 +178,10 @@ CacheLayer = AttentionLayer | StateLayer | DummyLayer
 
 
 def make_layers(layers: Iterable[Layer], steps: Steps) -> list[CacheLayer]:
-    """One cache layer for each declared layer; those that store nothing get transformers' dummy."""
+    """One cache layer for each declared layer; those that store nothing get transformers' dummy.
+
+    PlanError for what no cache layer serves.
+    """
     made: list[CacheLayer] = []
     for index, layer in enumerate(layers):
         number_of_states = 0
@@ -186,6 +190,7 @@ def make_layers(layers: Iterable[Layer], steps: Steps) -> list[CacheLayer]:
             if isinstance(memory.lifetime, State):
                 number_of_states = max(1, sum(row.name.startswith("conv") for row in memory.rows))
             else:
+                check_served(index, memory)
                 lifetime = memory.lifetime
         if number_of_states and lifetime is not None:
             made.append(HybridLayer(index, number_of_states, lifetime, steps))
@@ -210,6 +215,17 @@ def parts_of(layers: Iterable[Layer]) -> list[Part]:
 
 def _row_name(kind: str, state_idx: int) -> str:
     return kind if state_idx == 0 else f"{kind}_{state_idx}"
+
+
+def _check_stored(store: TokenStore, new: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """A shape of as many numbers would be taken for the other without a word."""
+    for placed, states in zip(store.rows, new, strict=True):
+        heads, head_dim = states.shape[1], states.shape[3]
+        if placed.row.shape not in ((heads, head_dim), (heads * head_dim,)):
+            raise SequenceError(
+                f"layer {placed.layer} of the pool stores {placed.row.name!r} of {placed.row.shape} for a token, but "
+                f"the model gives {(heads, head_dim)}; use a pool that was made for this model"
+            )
 
 
 def _gradient_error() -> GradientError:

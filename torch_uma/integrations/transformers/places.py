@@ -17,7 +17,7 @@ import torch.utils.dlpack
 from numpy.typing import NDArray
 
 from torch_uma.errors import PlanError
-from torch_uma.layout import Chunk, Full, Lifetime, PlacedRow
+from torch_uma.layout import Chunk, Full, Lifetime, Memory, PlacedRow, State
 from torch_uma.ops.reference import dtype_name
 from torch_uma.plan import SubPool
 
@@ -200,7 +200,7 @@ _STORES: WeakKeyDictionary[Arena, tuple[Store, ...]] = WeakKeyDictionary()
 
 
 def stores_of(pool: CachePool) -> tuple[Store, ...]:
-    """What each layer of the pool's plan stores; made once for an arena. PlanError for what no cache layer serves."""
+    """What each layer of the pool's plan stores; made once for an arena."""
     if pool.arena not in _STORES:
         layers = range(len(pool.plan.layers))
         with torch.inference_mode(False):  # tensors made in inference mode could not be written outside of it
@@ -208,24 +208,30 @@ def stores_of(pool: CachePool) -> tuple[Store, ...]:
     return _STORES[pool.arena]
 
 
+def check_served(index: int, memory: Memory) -> None:
+    """Raise PlanError if no layer of the cache serves keys and values that are stored so."""
+    if len(memory.rows) != 2 or memory.tokens_per_entry != 1 or isinstance(memory.lifetime, Chunk):
+        raise PlanError(
+            f"layer {index} stores {[row.name for row in memory.rows]} of {memory.tokens_per_entry} tokens for "
+            f"{memory.lifetime}; UnifiedCache serves layers that store one key and one value for each token, needed "
+            "for ever or in a window"
+        )
+
+
 def _store(pool: CachePool, layer: int) -> Store:
     if pool.plan.layers[layer].shares is not None:
         return Store(tokens=None, state=None)
     tokens, state = None, None
+    for memory in pool.plan.layers[layer].memories:
+        if not isinstance(memory.lifetime, State):
+            check_served(layer, memory)
     paged: list[tuple[SubPool, PlacedRow]] = []
     states: list[tuple[SubPool, PlacedRow]] = []
     for subpool, placed in pool.plan.where(layer):
         (states if subpool.is_state else paged).append((subpool, placed))
     if paged:
         subpool = paged[0][0]
-        rows = [placed for _, placed in paged]
-        if len(rows) != 2 or subpool.tokens_per_entry != 1 or isinstance(subpool.lifetime, Chunk):
-            names = [placed.row.name for placed in rows]
-            raise PlanError(
-                f"layer {layer} stores {names} in {subpool.name!r}; UnifiedCache serves layers that store one key and "
-                "one value for each token, needed for ever or in a window"
-            )
-        key, value = rows
+        key, value = (placed for _, placed in paged)
         tokens = TokenStore(
             subpool=subpool,
             rows=(key, value),
