@@ -21,7 +21,6 @@ from transformers import (
     DynamicCache,
     PreTrainedConfig,
 )
-from transformers.cache_utils import get_layer_types_and_kwargs
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -29,6 +28,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from torch_uma.errors import PlanError
+from torch_uma.integrations.transformers.versions import layer_configs, layer_kinds
 from torch_uma.layout import Chunk, Full, Layer, Lifetime, Memory, Row, State, Window
 
 _ATTENTION_KINDS: dict[str, Callable[..., Lifetime]] = {
@@ -88,7 +88,7 @@ def _kinds(config: PreTrainedConfig) -> tuple[list[str], list[Lifetime | None]]:
     """Per layer, transformers' name for its kind and the lifetime of its keys and values, None if it has none."""
     if not getattr(config, "num_hidden_layers", 0):
         raise PlanError(f"the config of {config.model_type} has no layers")
-    kinds, options = get_layer_types_and_kwargs(config)
+    kinds, options = layer_kinds(config)
     unknown = sorted(set(kinds) - set(_ATTENTION_KINDS) - set(_OTHER_KINDS))
     if unknown:
         known = ", ".join([*_ATTENTION_KINDS, *_OTHER_KINDS])
@@ -162,7 +162,7 @@ def _run(decoder: Any, config: PreTrainedConfig, kinds: list[str], lifetimes: li
         raise PlanError(f"{config.model_type} takes no cache: it keeps what it remembers elsewhere")
     cache = _FirstForward(config=config)
     layers: list[Any] = cache.layers
-    for layer, kind, lifetime, layer_config in zip(layers, kinds, lifetimes, config.per_layer_config, strict=True):
+    for layer, kind, lifetime, layer_config in zip(layers, kinds, lifetimes, layer_configs(config)):
         # Noted on the layer itself, since looped models append copies of layers.
         layer.kind, layer.lifetime = kind, lifetime
         layer.latent_width = getattr(layer_config, "kv_lora_rank", None)

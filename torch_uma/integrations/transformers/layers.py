@@ -10,11 +10,12 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from transformers.cache_utils import CacheLayerMixin, DummyLayer, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from torch_uma.errors import GradientError, SequenceError
 from torch_uma.integrations.transformers.places import StepPlaces, TokenStore, check_served
 from torch_uma.integrations.transformers.steps import GivenStep, OwnSteps, Part, in_forward
+from torch_uma.integrations.transformers.versions import DummyLayer
 from torch_uma.layout import Full, Layer, Lifetime, State, Window
 
 Steps = GivenStep | OwnSteps
@@ -86,6 +87,17 @@ class AttentionLayer(CacheLayerMixin):
         return -1 if limit is None else limit
 
 
+class LiveStates:
+    """`layer.conv_states[i]` for `layer.read("conv", i)`."""
+
+    def __init__(self, layer: StateLayer, kind: str) -> None:
+        self._layer = layer
+        self._kind = kind
+
+    def __getitem__(self, state_idx: int) -> torch.Tensor | None:
+        return self._layer.read(self._kind, state_idx)
+
+
 class StateLayer(LinearAttentionCacheLayerMixin):
     """Convolution and recurrent states of one layer."""
 
@@ -98,6 +110,16 @@ class StateLayer(LinearAttentionCacheLayerMixin):
         self.path = "none"
         self._layer = layer
         self._steps = steps
+
+    @property
+    def conv_states(self) -> LiveStates:  # type: ignore[override]  # all that models do is to index it
+        """The live convolution states by index; how models read them before transformers 5.21."""
+        return LiveStates(self, "conv")
+
+    @property
+    def recurrent_states(self) -> LiveStates:  # type: ignore[override]
+        """The live recurrent states by index."""
+        return LiveStates(self, "recurrent")
 
     def activate_past_recording(self) -> None:
         """SequenceError: a state of the past is not kept."""

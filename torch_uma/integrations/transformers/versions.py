@@ -1,0 +1,32 @@
+"""What differs between the versions of transformers that are supported, 5.17 to 5.24: the only file that asks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedConfig, cache_utils
+
+try:
+    from transformers.cache_utils import DummyLayer
+except ImportError:  # before 5.23
+
+    class DummyLayer:  # type: ignore[no-redef]
+        """A layer that stores nothing."""
+
+        is_compileable = is_croppable = True
+        is_sliding = False
+
+
+def layer_kinds(config: PreTrainedConfig) -> tuple[list[str], list[dict[str, Any]]]:
+    """For each layer transformers' name for its kind, and the options of its cache layer."""
+    kinds, options = cache_utils.get_layer_types_and_kwargs(config)
+    if isinstance(options, dict):  # before 5.21 all layers had the same, and those that share were left out
+        kinds += ["dummy"] * (config.num_hidden_layers - len(kinds))
+        options = [options] * len(kinds)
+    return kinds, options
+
+
+def layer_configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
+    """The config of each layer."""
+    configs = getattr(config, "per_layer_config", None)
+    return [config] * config.num_hidden_layers if configs is None else list(configs)
