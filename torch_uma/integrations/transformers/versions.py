@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedConfig, cache_utils
 
 try:
-    from transformers.cache_utils import DummyLayer
+    from transformers.cache_utils import DummyLayer as DummyLayer
 except ImportError:  # before 5.23
 
     class DummyLayer:  # type: ignore[no-redef]
