@@ -242,6 +242,7 @@ class World:
         before, how, pinned = books(allocator), self._cheapest(demand), self.pinned()
         quote = allocator.quote(demand)
         assert (quote.demand, quote.how) == (tuple(demand), how)
+        assert allocator.room._fits_in_place(demand) == (how == "in_place"), "the shortcut is not exact"
         assert books(allocator) == before
         self.arena.waves.clear()
         try:
