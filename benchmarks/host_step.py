@@ -108,11 +108,12 @@ def allocator_calls(memory: str) -> list[Record]:
     asked = {
         "quote_in_place_us": (1, 16, 16, 16),
         "quote_redistribute_us": (0, 0, 0, gap_pages + 5),
-        "quote_refused_us": (0, 0, 0, free_pages[3] - allocator.bands[3].num_live),
+        "quote_refused_us": (0, 0, 0, allocator.stats().gap_bytes // full.grid.page_bytes + 50),
     }
     hows = {"quote_in_place_us": "in_place", "quote_redistribute_us": "redistribute", "quote_refused_us": "refused"}
     for metric, demand in asked.items():
-        assert allocator.quote(demand).how == hows[metric], (metric, allocator.quote(demand))
+        quote = allocator.quote(demand)
+        assert quote.how == hows[metric] and (quote.fits or None not in quote.relief.values()), (metric, quote)
         records.append(record(memory, metric, each(lambda demand=demand: allocator.quote(demand)), "us"))
     return records
 
