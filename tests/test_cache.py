@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -157,6 +159,66 @@ def test_a_cache_is_copied_by_forking_and_cannot_be_pickled() -> None:
     assert other.get_seq_length() == 10
     with pytest.raises(TypeError, match="deepcopy"):
         pickle.dumps(other)
+
+
+def dropped(model: Any, pool: torch_uma.CachePool, by: str) -> None:
+    """Drops a cache that holds rows, and where there are states an open step, in the way of `by`."""
+    held = [torch_uma.UnifiedCache(model, pool=pool)]
+    generate(model, prompts((4, 6)), cache=held[0], max_new_tokens=5)
+    match by:
+        case "reference":
+            held.clear()
+        case "thread":
+            thread = threading.Thread(target=held.clear)
+            thread.start()
+            thread.join()
+        case "collector":
+            held.append(held)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("by", ["reference", "thread", "collector"])
+@pytest.mark.parametrize("name", MODELS)
+def test_rows_go_with_a_cache_wherever_it_is_dropped(
+    name: str, by: str, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    model = model_of(name)
+    pool = torch_uma.CachePool(model, memory=MEMORY)
+    sequence = pool.add(5)
+    gc.collect()
+    gc.disable()
+    try:
+        dropped(model, pool, by)
+        clear = torch_uma.books.Sequences._clear
+
+        def collect(*arguments: Any) -> None:
+            clear(*arguments)
+            gc.collect()
+
+        sequence.free()
+        with monkeypatch.context() as patch:
+            patch.setattr(torch_uma.books.Sequences, "_clear", collect)
+            pool.stats()
+    finally:
+        gc.enable()
+    pool.check()
+    assert_all_free(pool)
+    assert len(pool.sequences._free_rows) == len(pool.sequences.length)
+    assert not [warning for warning in recwarn if issubclass(warning.category, pytest.PytestUnraisableExceptionWarning)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_memory_of_a_cache_goes_with_it_without_the_collector(name: str) -> None:
+    model = model_of(name)
+    cache = poisoned(model)
+    generate(model, prompts((4, 6)), cache=cache, max_new_tokens=5)
+    arena = weakref.ref(cache.pool.arena.bytes)
+    gc.collect()
+    gc.disable()
+    try:
+        del cache
+        assert arena() is None
+    finally:
+        gc.enable()
 
 
 def test_a_step_that_cannot_be_served_is_not_left_open(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,6 +116,16 @@ def test_one_event_may_end_several_leases() -> None:
     assert books.unleased == [[1], [2, 3]]
 
 
+def test_a_lease_that_is_closed_while_another_ends_is_not_lost() -> None:
+    late = []
+    ledger = Ledger(10, lambda places: late and late.pop().close(Flag(True)))
+    first, second = (ledger.open(np.array([place]), np.array([place]), "test") for place in (1, 2))
+    late.append(second)
+    first.close(Flag(True))
+    assert ledger.poll() == 1 and ledger.leases == {second}
+    assert ledger.poll() == 1 and not ledger.leases
+
+
 def test_an_event_that_fails_ends_nothing() -> None:
     class Broken(Flag):
         def query(self) -> bool:

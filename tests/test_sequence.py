@@ -1,8 +1,10 @@
 """Sequences: room, forks and their copies, crops, frees, and what each refuses without changing anything."""
 
+import numpy as np
 import pytest
 from pools import Content, advance, layer, make_pool, snapshot
 
+from torch_uma.books import Sequences
 from torch_uma.errors import OutOfMemory, SequenceError
 from torch_uma.layout import Full, State, Window
 
@@ -263,6 +265,32 @@ def test_a_sequence_of_another_pool_is_refused():
         pool.begin([pool.add(), stranger], 1)
     with pytest.raises(SequenceError, match="another pool"):
         pool.lease(stranger, "test")
+
+
+@pytest.mark.parametrize("when", ["_clear", "concatenate"])
+def test_what_a_finalizer_frees_while_rows_are_cleared_is_not_lost(when: str, monkeypatch: pytest.MonkeyPatch):
+    pool = make_pool("hybrid")
+    first, second, third = (pool.add(10) for _ in range(3))
+    first.free()
+    second.crop(0)
+    victims = [third]
+    owner = Sequences if when == "_clear" else np
+    original = getattr(owner, when)
+
+    def collect(*arguments, **options):
+        result = original(*arguments, **options)
+        if victims:
+            victims.pop().free()
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, when, collect)
+        pool.sequences.settle()
+    assert not victims
+    pool.check()
+    second.free()
+    assert pool.stats().live_bytes == 0
+    assert pool.add().num_pages == (1, 0, 0)
 
 
 def test_rows_are_used_again_and_run_out():

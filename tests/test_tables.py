@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -53,6 +55,28 @@ def test_the_device_sees_changes_at_the_next_flush() -> None:
     version = tables.version
     tables.flush()
     assert tables.version == version
+
+
+def test_what_a_finalizer_writes_during_a_flush_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = make_tables()
+    tables.write(np.array([3]), 5)
+    tables.note_pages(np.array([2], np.int64))
+    late = [lambda: tables.write(np.array([4]), 6), lambda: tables.note_pages(np.array([1], np.int64))]
+    original = np.concatenate
+
+    def collect(*arguments: Any, **options: Any) -> Any:
+        result = original(*arguments, **options)
+        if late:
+            late.pop()()
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "concatenate", collect)
+        tables.flush()
+    assert not late
+    assert tables._ids and tables._cells
+    tables.flush()
+    assert tables.tensor.tolist() == tables.mirror.tolist() and tables.tensor[3:5].tolist() == [5, 6]
 
 
 @pytest.mark.parametrize(

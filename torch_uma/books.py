@@ -105,13 +105,14 @@ class Sequences:
 
     def settle(self) -> None:
         """Release what has been let go: pages without another reference, and the rows that were freed."""
-        if self._freed:
-            self._clear(np.array(self._freed))
-            self._free_rows += self._freed
-            self._freed.clear()
-        if self._dropped:
-            ids = np.concatenate(self._dropped, dtype=np.int64)
-            self._dropped.clear()
+        # Lists are exchanged before they are read: the collector may run a finalizer that frees at any moment.
+        freed, self._freed = self._freed, []
+        if freed:
+            self._clear(np.array(freed))
+            self._free_rows += freed
+        dropped, self._dropped = self._dropped, []
+        if dropped:
+            ids = np.concatenate(dropped, dtype=np.int64)
             if self.num_shared:
                 np.subtract.at(self.references, ids, 1)
                 unreferenced = np.unique(ids[self.references[ids] == 0])

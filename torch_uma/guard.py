@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from torch_uma.epochs import Epochs
 from torch_uma.errors import ClosedError, SequenceError, ThreadError
 from torch_uma.tables import Int64Array
 
@@ -20,11 +23,15 @@ class Guard:
     Attributes:
         closed: whether the pool has been closed.
         steps: the open steps by epoch.
+        epochs: what other streams wait for.
+        abandoned: what finalizers leave to be done: they run in any thread, and while an operation is half done.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, epochs: Epochs) -> None:
         self.closed = False
         self.steps: dict[int, Step] = {}
+        self.epochs = epochs
+        self.abandoned: deque[Callable[[], None]] = deque()
         self._thread = threading.get_ident()
         self._is_settling = False
 
@@ -36,20 +43,28 @@ class Guard:
             raise ClosedError("the pool was closed; make another")
 
     def enter(self) -> None:
-        """What every operation begins with: `check_usable`, and implicit steps are brought to rest."""
+        """What every operation begins with: `check_usable`; what was abandoned goes, implicit steps come to rest."""
         self.check_usable()
-        if self.steps and not self._is_settling:
+        if (self.steps or self.abandoned) and not self._is_settling:
             self._is_settling = True
             try:
+                while self.abandoned:
+                    self.abandoned.popleft()()
                 for step in list(self.steps.values()):
-                    if step.on_settle is not None:
-                        step.on_settle()
+                    settle = step.on_settle
+                    if settle is not None:
+                        settle()
             finally:
                 self._is_settling = False
 
+    def end(self, step: Step) -> None:
+        """Note that a step has ended, on the device too."""
+        del self.steps[step.epoch]
+        self.epochs.record(step.epoch)
+
     def check_idle(self, rows: Int64Array) -> None:
         """Raise SequenceError if one of the rows is in an open step."""
-        for step in self.steps.values():
+        for step in tuple(self.steps.values()):
             busy = rows[np.isin(rows, step.rows)]
             if len(busy):
                 raise SequenceError(f"row {busy[0]} is in the open step {step.epoch}; commit() or abort() it first")

@@ -90,10 +90,10 @@ class Ledger:
 
     def poll(self) -> int:
         """End the leases whose event has passed, in the order in which they were closed; returns how many."""
-        passed = [(lease, event) for lease, event in self._waiting if event.query()]
-        self._waiting = [pair for pair in self._waiting if pair not in passed]
-        for lease, _ in passed:
-            self._end(lease)
+        passed = [pair for pair in tuple(self._waiting) if pair[1].query()]
+        for pair in passed:
+            self._waiting.remove(pair)  # a finalizer may have closed another lease meanwhile
+            self._end(pair[0])
         return len(passed)
 
     def pinned_span(self, start: int, end: int) -> tuple[int, int] | None:

@@ -10,6 +10,7 @@ import logging
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -87,14 +88,13 @@ class CachePool:
             device = getattr(source, "device", None) or torch.get_default_device()
         self.device = torch.device(device)
         self.plan = _plan_of(source, memory, page_size, dtype, self.device)
-        self.guard = Guard()
+        self.guard = Guard(Epochs(self.device))
         self.epoch = 0
         self._arena: Arena | None = Arena(self.plan, device=self.device)
         allocator = Allocator(self.plan, hints=hints, split=split, mover=_mover(self._arena))
         tables = Tables(self.plan, allocator.v2p, num_rows=max_sequences, max_tokens=max_tokens, device=self.device)
         allocator.on_moved = tables.note_pages
         self._sequences: Sequences | None = Sequences(Lifespans(self.plan), allocator, tables)
-        self._epochs = Epochs(self.device)
 
     # Parts
 
@@ -120,9 +120,9 @@ class CachePool:
     @property
     def allocator(self) -> Allocator:
         """The allocator of the arena's pages, once what sequences have let go of is released."""
-        books = self.sequences
-        books.settle()
-        return books.allocator
+        self.guard.enter()
+        self.sequences.settle()
+        return self.sequences.allocator
 
     @property
     def tables(self) -> Tables:
@@ -221,7 +221,7 @@ class CachePool:
         self.guard.enter()
         if epoch > self.epoch or epoch in self.guard.steps:
             raise SequenceError(f"step {epoch} has not ended; commit() it first")
-        return self._epochs.event(epoch)
+        return self.guard.epochs.event(epoch)
 
     # Memory
 
@@ -296,10 +296,17 @@ class CachePool:
             raise SequenceError(f"{twice!r} is named twice; a batch has each sequence once (fork() makes a second one)")
         return np.array(rows, np.int64)
 
-    def end(self, step: Step) -> None:
-        """Note that a step has ended, on the device too."""
-        del self.guard.steps[step.epoch]
-        self._epochs.record(step.epoch)
+    def abandon(self, sequences: Iterable[Sequence], step: Step | None = None) -> None:
+        """Give up sequences and the step that is open over them, in any thread and at any moment: for finalizers.
+
+        The pool aborts the step and frees the sequences when it is next used. Nobody else may use them.
+        """
+        if self._sequences is None:
+            return
+        rows = [sequence._row for sequence in sequences]
+        if step is not None:
+            step.detach()
+        self.guard.abandoned.append(partial(_take_back, self._sequences, rows, step))
 
     def _idle_batch(self, sequences: Batch | Iterable[Sequence]) -> Batch:
         self.guard.enter()
@@ -339,6 +346,13 @@ def _plan_of(
         num_bytes = int(FREE_SHARE * free_bytes(device))
         _log.info("taking %d bytes on %s, %g of what is free", num_bytes, device, FREE_SHARE)
     return make_plan(source, memory=num_bytes, page_size=page_size, dtype=dtype, pad_entries=device.type == "cpu")
+
+
+def _take_back(books: Sequences, rows: list[int], step: Step | None) -> None:
+    if step is not None:
+        step.abort()
+    for row in rows:
+        books.free(row)
 
 
 def _equal_count(sequences: Mapping[Sequence, int]) -> int:

@@ -45,7 +45,9 @@ class Step:
 
     __slots__ = (
         "__weakref__",
+        "_books",
         "_growth",
+        "_guard",
         "_pin",
         "_rows",
         "epoch",
@@ -59,8 +61,9 @@ class Step:
     )
 
     def __init__(self, pool: CachePool, batch: Batch, num_new_tokens: int, epoch: int) -> None:
-        books = pool.sequences
         self.pool = pool
+        self._guard = pool.guard
+        self._books = books = pool.sequences
         self.rows = rows = batch.rows.numbers
         self._rows = batch.rows
         self.num_new_tokens = num_new_tokens
@@ -117,14 +120,18 @@ class Step:
 
     def slots(self) -> Int64Array:
         """[rows] int64, the physical page of every row's state."""
-        books = self.pool.sequences
+        books = self._books
         k = books.lifespans.states[0]
         ids = books.tables.mirror[books.tables.origin[k, self.rows]]
         slots: Int64Array = books.allocator.v2p[ids].astype(np.int64)
         return slots
 
     def commit(self) -> None:
-        """End the step: lengths grow, and pages that died with the new tokens are released."""
+        """End the step: lengths grow, and pages that died with the new tokens are released.
+
+        Nobody looks whether a forward has written the tokens, since the replay of a captured graph leaves no trace: if
+        none has, `abort`, or later steps read what lay in those pages before.
+        """
         self._close()
         self._growth.commit()
 
@@ -135,16 +142,20 @@ class Step:
         """
         self._close()
         self._growth.abort()
-        books = self.pool.sequences
-        if self.state_touched and books.lifespans.states:
-            books.torn[self.rows[self.past > 0]] = True
-            books.any_torn = True
+        if self.state_touched and self._books.lifespans.states:
+            self._books.torn[self.rows[self.past > 0]] = True
+            self._books.any_torn = True
+
+    def detach(self) -> None:
+        """Let go of the pool, which holds its open steps and would be held by them; `abort` is all that may follow."""
+        self.on_settle = None
+        del self.pool, self._rows
 
     def _close(self) -> None:
-        self.pool.guard.check_usable()
+        self._guard.check_usable()
         if not self.is_open:
             raise SequenceError("the step has ended already; begin another one")
         self.is_open = False
         self.on_settle = None
-        self.pool.end(self)
-        self.pool.sequences.allocator.unpin(self._pin)
+        self._guard.end(self)
+        self._books.allocator.unpin(self._pin)

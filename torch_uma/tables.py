@@ -103,16 +103,17 @@ class Tables:
 
     def flush(self) -> None:
         """Bring the device up to date, on the arena's stream, with one copy and one scatter. Does not wait for it."""
-        if self._ids:
-            ids = np.concatenate(self._ids, dtype=np.int64)
-            self._ids.clear()
+        # Lists are exchanged before they are read: the collector may run a finalizer that writes at any moment.
+        noted, self._ids = self._ids, []
+        if noted:
+            ids = np.concatenate(noted, dtype=np.int64)
             cells = ids + self.v2p_base
             self.mirror[cells] = self._v2p[ids]
             self._cells.append(cells)
-        if not self._cells:
+        written, self._cells = self._cells, []
+        if not written:
             return
-        changed = np.concatenate(self._cells)
-        self._cells.clear()
+        changed = np.concatenate(written)
         if self._ring is not None:
             self._ring.scatter(self.tensor, changed, self.mirror)
         elif self._array is not None:

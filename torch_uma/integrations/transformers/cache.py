@@ -103,7 +103,7 @@ class UnifiedCache(Cache):
         self._declared = layers
         if isinstance(self._steps, OwnSteps):
             # The rows outlive the cache in the pool, so they are freed when it goes; not at exit, when all goes.
-            weakref.finalize(self, self._steps.reset).atexit = False
+            weakref.finalize(self, self._steps.abandon).atexit = False
 
     @property
     def pool(self) -> CachePool:

@@ -124,6 +124,12 @@ class CacheRows:
         self.sequences = []
         self._batch = None
 
+    def abandon(self, step: Step | None) -> None:
+        """`free` for a finalizer; `step` is the one that is open over the rows."""
+        sequences, self.sequences, self._batch = self.sequences, [], None
+        if self.pool is not None:
+            self.pool.abandon(sequences, step)
+
     def begin(self, num_new_tokens: int) -> Step:
         """Opens a step over all rows, in one run of pages where that can be had; OutOfMemory says how long they are."""
         assert self.pool is not None and self._batch is not None

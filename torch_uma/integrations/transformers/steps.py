@@ -196,6 +196,11 @@ class OwnSteps:
         self._was_cut = False
         self._announced = None
 
+    def abandon(self) -> None:
+        """Gives up the rows, from any thread and at any moment, as a finalizer must; the pool frees them later."""
+        places, self._open = self._open, None
+        self.rows.abandon(None if places is None else places.step)
+
     def fork(self) -> OwnSteps:
         """The same for another cache, with forks of the rows."""
         return OwnSteps(self.at_rest().fork(), self._parts)
