@@ -221,7 +221,7 @@ def test_with_a_sub_pool_named_only_its_pages_are_taken(count: int) -> None:
     assert [band.num_live for band in allocator.bands] == [0, 15, 15 - count]
 
 
-@pytest.mark.parametrize("ids", [[[1, 2]], [1.5], np.zeros((2, 2), np.int64), "12"])
+@pytest.mark.parametrize("ids", [[[1, 2]], [1.5], np.zeros((2, 2), np.int32), np.zeros((9, 2), np.int64), "12"])
 def test_ids_that_are_no_flat_list_of_whole_numbers_are_refused(ids: list[int]) -> None:
     allocator = one_float()
     allocator.reserve([3, 3, 3])

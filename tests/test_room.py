@@ -306,7 +306,7 @@ def test_a_run_is_not_split_over_both_sides() -> None:
 
 def test_a_run_needs_room_for_nobody_else() -> None:
     allocator = Allocator(small_plan("one_float"), hints={"state": 0.5})
-    allocator.reserve([9, 4, 0])  # the state cannot grow by a page
+    allocator.release(allocator.reserve([9, 4, 0])[3:4])  # the state has a hole and cannot grow by a page
     pages = allocator.reserve([0, 0, 5])
     allocator.release(pages[[1, 3]])
     assert run_of(allocator, [0, 0, 2], {FULL}) == [121, 122]
