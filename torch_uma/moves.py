@@ -120,27 +120,24 @@ def _wave(band: Band, target: Span) -> Wave | None:
 
 
 def _order(bands: Sequence[Band], targets: Sequence[Span], moving: dict[int, Wave]) -> list[int]:
-    """The moving bands in an order in which each finds its target vacated by its neighbours."""
+    """The moving bands in an order in which each finds its target vacated by its neighbours.
+
+    That is from the low end upwards, except that a band which moves up into the next one's place goes after it.
+    """
     present = [band for band in bands if band.num_held]
-    spans = {band.index: trimmed(band, targets[band.index]) for band in present}
-    waits: dict[int, list[int]] = {index: [] for index in moving}
-    for lower, upper in zip(present, present[1:]):
-        below, above = lower.grid, upper.grid
-        lower_target_end = below.origin_bytes + targets[lower.index][1] * below.page_bytes
-        upper_target_start = above.origin_bytes + targets[upper.index][0] * above.page_bytes
-        if lower.index in moving and lower_target_end > above.origin_bytes + spans[upper.index][0] * above.page_bytes:
-            waits[lower.index].append(upper.index)
-        if upper.index in moving and upper_target_start < below.origin_bytes + spans[lower.index][1] * below.page_bytes:
-            waits[upper.index].append(lower.index)
     order: list[int] = []
-
-    def visit(index: int) -> None:
-        for other in waits.get(index, ()):
-            if other in moving and other not in order:
-                visit(other)
-        if index not in order:
-            order.append(index)
-
-    for index in moving:
-        visit(index)
+    waiting: list[int] = []  # for the next band, each for the one after it
+    for band, above in zip(present, [*present[1:], None]):
+        if band.index not in moving:
+            continue
+        end_bytes = band.grid.origin_bytes + targets[band.index][1] * band.grid.page_bytes
+        waiting.append(band.index)
+        if above is None or above.index not in moving or end_bytes <= _present_start_bytes(above, targets[above.index]):
+            order += reversed(waiting)
+            waiting.clear()
     return order
+
+
+def _present_start_bytes(band: Band, target: Span) -> int:
+    """Where the band starts before it moves, once it has given up its free pages outside its target."""
+    return band.grid.origin_bytes + trimmed(band, target)[0] * band.grid.page_bytes
