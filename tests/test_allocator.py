@@ -546,6 +546,20 @@ def test_a_demand_that_is_not_one_count_for_each_sub_pool_is_refused(demand: lis
     assert books(allocator) == before
 
 
+def test_fractions_of_pages_and_runs_of_foreign_sub_pools_are_refused() -> None:
+    allocator = one_float()
+    allocator.release(allocator.reserve([2, 2, 2])[::2])
+    before = books(allocator)
+    for act in (allocator.quote, allocator.reserve):
+        with pytest.raises(PageError, match="one number of pages"):
+            act([0, 1.0, 0])
+    for runs in ({3}, {-1}):
+        with pytest.raises(PageError, match="by index, 0 to 2"):
+            allocator.reserve([1, 1, 1], runs=runs)
+    assert books(allocator) == before
+    assert len(allocator.reserve(np.array([1, 0, 2]))) == 3
+
+
 def test_hints_and_split_exclude_each_other() -> None:
     with pytest.raises(PlanError, match="give hints or split, not both"):
         Allocator(small_plan("one_float"), hints={"state": 0.1}, split={"state": 0.5})

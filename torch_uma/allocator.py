@@ -8,6 +8,7 @@ sub-pool `k` owning `[id_base[k], id_base[k + 1])`; -1 is no page. Ids are stabl
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -90,6 +91,8 @@ class Allocator:
         spans = fresh = None
         if runs:
             self._check_demand(demand)
+            if not set(runs) <= set(range(len(self.bands))):
+                raise PageError(f"runs names sub-pools by index, 0 to {len(self.bands) - 1}; got {sorted(runs)}")
             spans, fresh = self.room.fresh_runs(demand, runs)
         if spans is None:
             if len(demand) != len(self.bands):
@@ -100,6 +103,8 @@ class Allocator:
                     spans = self._make_room(demand)
                     break
         num_pages = sum(demand)
+        if type(num_pages) is not int:
+            self._check_demand(demand)
         ids = np.empty(num_pages, np.int64)
         pages = np.empty(num_pages, np.int64)
         start = 0
@@ -217,9 +222,8 @@ class Allocator:
             packed = pack(band, self.room.pin(band.index), left_bytes // page_bytes)
             if packed is None:
                 continue
-            wave, target = packed
+            wave, _ = packed
             self._run(wave)
-            band.retract(*target)
             band.pull_back()
             left_bytes -= len(wave.sources) * page_bytes
             moved_bytes += len(wave.sources) * page_bytes
@@ -376,7 +380,11 @@ class Allocator:
         return ids.astype(np.int64)
 
     def _check_demand(self, demand: Sequence[int]) -> None:
-        if len(demand) != len(self.bands) or any(count < 0 for count in demand):
+        try:
+            is_sound = len(demand) == len(self.bands) and all(operator.index(count) >= 0 for count in demand)
+        except TypeError:
+            is_sound = False
+        if not is_sound:
             names = ", ".join(self.room.names)
             raise PageError(f"a demand is one number of pages, 0 or more, for each of {names}; got {tuple(demand)}")
 
