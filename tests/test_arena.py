@@ -154,6 +154,10 @@ def test_an_arena_made_in_inference_mode_can_be_written_outside(small_plan):
         arena = Arena(small_plan)
     arena.bytes.fill_(3)
     subpool, placed = every_row(small_plan)[0]
+    with torch.inference_mode():
+        view = arena.view(subpool, placed.layer, placed.row.name)
+    assert not view.is_inference()
+    view.fill_(1)
     arena.view(subpool, placed.layer, placed.row.name).fill_(1)
     arena.relocate(0, np.array([1]), np.array([2]))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import pickle
 import threading
@@ -13,6 +14,7 @@ import pytest
 import torch
 from models import assert_same_tokens, prompts
 from test_generate import LENGTHS, MEMORY, MODELS, NUM_NEW, assert_all_free, expected, generate, model_of, poisoned
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.cache_utils import DynamicCache
 
 import torch_uma
@@ -161,6 +163,54 @@ def test_a_cache_is_copied_by_forking_and_cannot_be_pickled() -> None:
         pickle.dumps(other)
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_a_layer_is_copied_with_its_cache_only(name: str) -> None:
+    cache = torch_uma.UnifiedCache(model_of(name), max_tokens=9)
+    for _ in range(2):
+        for layer in cache.layers:
+            for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+                with pytest.raises(TypeError, match="of the whole cache forks it"):
+                    copied(layer)
+        generate(model_of(name), prompts((4,)), cache=cache, max_new_tokens=2)
+
+
+def test_a_looped_model_finds_all_its_layers() -> None:
+    config = AutoConfig.for_model(
+        "dory", hidden_size=64, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64, head_dim=16,
+        vocab_size=260, num_hidden_layers=6, n_input_layers=2, n_recurrent_layers=2, n_output_layers=2,
+        n_recurrent_loops=3, layer_types=["sliding_attention", "mlp", "full_attention", "mlp", "full_attention", "mlp"],
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config).eval()
+    model.generation_config.eos_token_id = None
+    cache = torch_uma.UnifiedCache(model, memory=MEMORY)
+    num_layers = len(cache.layers)
+    tokens = generate(model, prompts((7,)), cache=cache, max_new_tokens=9)
+    assert torch.equal(tokens, generate(model, prompts((7,)), max_new_tokens=9))
+    assert len(cache.layers) == num_layers > model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("by", ["step", "cache"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_of_more_layers_is_told_so(name: str, by: str) -> None:
+    model = model_of(name)
+    pool = torch_uma.CachePool(model_of(name), memory=MEMORY)
+    pool.plan = dataclasses.replace(pool.plan, layers=pool.plan.layers[:-1])
+    sequence = pool.add()
+    with (
+        pytest.raises(torch_uma.PlanError, match=f"a layer .*plan has {len(pool.plan.layers)} layers"),
+        torch.no_grad(),
+    ):
+        if by == "step":
+            with pool.step({sequence: 2}) as cache:
+                model(torch.zeros(1, 2, dtype=torch.int64), cache=cache)
+        else:
+            cache = torch_uma.UnifiedCache(model, memory=MEMORY)
+            del cache.layers[-1]
+            model(torch.zeros(1, 2, dtype=torch.int64), cache=cache)
+    assert sequence.length == 0
+    pool.check()
+
+
 def dropped(model: Any, pool: torch_uma.CachePool, by: str) -> None:
     """Drops a cache that holds rows, and where there are states an open step, in the way of `by`."""
     held = [torch_uma.UnifiedCache(model, pool=pool)]
@@ -272,5 +322,21 @@ def test_layers_that_no_cache_serves_are_refused_at_once(lifetime: Any, num_rows
 
 @pytest.mark.parametrize("max_tokens", [0, -1, 2.5, "7"])
 def test_a_length_that_is_none_is_refused(max_tokens: Any) -> None:
-    with pytest.raises(torch_uma.PlanError, match="no room"):
+    with pytest.raises(torch_uma.PlanError, match="max_tokens of a cache is"):
         torch_uma.UnifiedCache(model_of("gpt_oss"), max_tokens=max_tokens)
+    with pytest.raises(torch_uma.PlanError, match="max_sequences of a pool is"):
+        torch_uma.UnifiedCache(model_of("gpt_oss"), max_sequences=max_tokens)
+
+
+def test_an_arena_that_is_full_is_out_of_memory() -> None:
+    config = LlamaConfig(
+        vocab_size=260, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64,
+        num_hidden_layers=2,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    model.generation_config.eos_token_id = None
+    cache = torch_uma.UnifiedCache(model, memory=40 << 10, page_size=1)
+    with pytest.raises(torch_uma.OutOfMemory, match="would not fit an empty arena.*as before") as caught:
+        generate(model, prompts((5,)), cache=cache, max_new_tokens=400)
+    assert not caught.value.quote.fits_empty
+    cache.pool.check()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -21,6 +22,8 @@ from torch_uma.memory import free_bytes, parse_bytes, parse_memory
         ("7B", 7),
         ("1TiB", 2**40),
         (12345, 12345),
+        (np.int64(1 << 20), 1 << 20),
+        (np.uint16(500), 500),
     ],
 )
 def test_bytes(memory: int | str, num_bytes: int) -> None:
@@ -28,7 +31,9 @@ def test_bytes(memory: int | str, num_bytes: int) -> None:
     assert parse_memory(memory, "cpu") == num_bytes
 
 
-@pytest.mark.parametrize("memory", ["", "GiB", "2 gigs", "-1GiB", "1e9", "0", 0, -5, "0.2B", True, [1], b"2GiB", 0.5])
+@pytest.mark.parametrize(
+    "memory", ["", "GiB", "2 gigs", "-1GiB", "1e9", "0", 0, -5, "0.2B", True, [1], b"2GiB", 0.5, np.int8(-1)]
+)
 def test_no_amount_of_bytes(memory: object) -> None:
     with pytest.raises(PlanError, match="memory="):
         parse_bytes(memory)

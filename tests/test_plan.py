@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -236,6 +237,14 @@ def test_padding_of_strides_is_optional_and_counted() -> None:
 def test_memory_as_text() -> None:
     assert plan([STATE], memory="2MiB").arena_bytes == 2 * MIB
     assert plan([STATE], memory=MIB + 255).arena_bytes == MIB
+    assert plan([STATE], memory=np.int64(MIB)) == plan([STATE], memory=MIB)
+
+
+def test_whole_numbers_of_numpy() -> None:
+    layers = [kv(Full()), STATE]
+    given = plan(layers, memory=MIB, page_size=np.int32(4), num_tokens=np.int64(9))
+    assert given == plan(layers, memory=MIB, page_size=4, num_tokens=9)
+    assert all(type(subpool.page_size) is int for subpool in given.subpools)
 
 
 @pytest.mark.parametrize(
@@ -248,8 +257,12 @@ def test_memory_as_text() -> None:
         ({"memory": 255}, "no room"),
         ({"memory": "lots"}, "not an amount"),
         ({"memory": 0.5}, "not an amount of memory in bytes"),
-        ({"page_size": 0}, "page_size is 0"),
-        ({"page_size": -16}, "page_size is -16"),
+        ({"page_size": 0}, "page_size of a plan is at least 1, not 0"),
+        ({"page_size": -16}, "at least 1, not -16"),
+        ({"page_size": 1.5}, "page_size of a plan is a whole number, not 1.5"),
+        ({"page_size": "16"}, "whole number, not '16'"),
+        ({"num_tokens": 1.5}, "num_tokens of a plan is a whole number, not 1.5"),
+        ({"num_tokens": -1}, "at least 0, not -1"),
         ({"source": [STATE, Layer(shares=2)]}, "shares layer 2, but the layers are 0 to 1"),
         ({"source": [STATE, Layer(shares=-1)]}, "shares layer -1"),
         ({"source": [STATE, Layer(), Layer(shares=1)]}, "stores nothing"),

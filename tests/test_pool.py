@@ -8,12 +8,23 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from pools import KINDS, Content, advance, layer, make_pool, snapshot
 
-from torch_uma.errors import ClosedError, InvariantError, LeaseError, OutOfMemory, PlanError, SequenceError, ThreadError
+from torch_uma.errors import (
+    ClosedError,
+    InvariantError,
+    LeaseError,
+    OutOfMemory,
+    PageError,
+    PlanError,
+    SequenceError,
+    ThreadError,
+)
 from torch_uma.integrations.transformers.cache import UnifiedCache
 from torch_uma.layout import Full, State, Window
 from torch_uma.plan import plan
@@ -52,7 +63,10 @@ def test_a_pool_refuses_what_it_cannot_be_made_of() -> None:
     with pytest.raises(PlanError, match="either a plan or memory="):
         CachePool(made, memory=8192)
     for wrong in ({"max_sequences": 0}, {"max_tokens": 0}):
-        with pytest.raises(PlanError, match="room for a sequence"):
+        with pytest.raises(PlanError, match="at least 1, not 0"):
+            CachePool(made, device="cpu", **wrong)
+    for wrong in ({"max_sequences": 1.5}, {"max_tokens": "9"}):
+        with pytest.raises(PlanError, match="of a pool is a whole number"):
             CachePool(made, device="cpu", **wrong)
     for memory in (0, -1, 2.0, "much"):
         with pytest.raises(PlanError):
@@ -353,11 +367,60 @@ def test_extend_runs_takes_room_for_no_more_than_max_tokens() -> None:
     pool.extend_runs([sequence], 1000)
     assert sequence.num_pages == (7,) and sequence.capacity == 20
     pool.extend_runs([], 10)
-    for num_tokens in (21, -1):
-        with pytest.raises(SequenceError, match="larger max_tokens"):
-            pool.add(num_tokens)
-        with pytest.raises(SequenceError, match="larger max_tokens"):
-            pool.quote(num_tokens)
+    with pytest.raises(SequenceError, match="larger max_tokens"):
+        pool.add(21)
+    with pytest.raises(SequenceError, match="larger max_tokens"):
+        pool.quote(21)
+
+
+@pytest.mark.parametrize("wrong", [-1, 1.5, "a", None])
+def test_what_is_no_count_is_refused_and_changes_nothing(wrong: Any) -> None:
+    pool, content = started("every")
+    (sequence,) = content.tokens
+    before = snapshot(pool)
+    calls: list[Callable[[], object]] = [
+        lambda: pool.add(wrong),
+        lambda: pool.add_many([3, wrong]),
+        lambda: pool.quote(wrong),
+        lambda: pool.extend_runs([sequence], wrong),
+        lambda: pool.event(wrong),
+        lambda: pool.step({sequence: wrong}).__enter__(),
+        lambda: sequence.crop(wrong),
+    ]
+    for call in calls:
+        with pytest.raises(SequenceError, match="at least ., not -1" if wrong == -1 else f"not {wrong!r}"):
+            call()
+    if wrong is not None:
+        with pytest.raises(PageError, match="budget_bytes"):
+            pool.compact(wrong)
+    for pages in ([wrong], np.array([0.0, 1.0])):
+        with pytest.raises(PageError):
+            pool.lease(pages, "test")
+    for stranger in ("a", None):
+        with pytest.raises(SequenceError, match="is not a sequence"):
+            pool.step({stranger: 1}).__enter__()
+    assert snapshot(pool) == before
+
+
+@pytest.mark.parametrize("num_tokens", [10**6, 10**9, 10**30])
+@pytest.mark.parametrize("kinds", KINDS)
+def test_more_than_the_arena_holds_is_out_of_memory(kinds: str, num_tokens: int) -> None:
+    pool = make_pool(kinds)
+    before = snapshot(pool)
+    if kinds in ("full", "hybrid", "every"):
+        quote = pool.quote(num_tokens)
+        assert not quote.fits and not quote.fits_empty
+        for call in (lambda: pool.add(num_tokens), lambda: pool.add_many([1, num_tokens])):
+            with pytest.raises(OutOfMemory, match="not fit an empty arena") as caught:
+                call()
+            assert caught.value.quote == quote
+    else:  # the memory would do, but nobody said that sequences get so long
+        for call in (lambda: pool.add(num_tokens), lambda: pool.quote(num_tokens)):
+            with pytest.raises(SequenceError, match="larger max_tokens"):
+                call()
+    for fitting in range(0, pool.tables.max_tokens, 1 + pool.tables.max_tokens // 7):
+        pool.quote(fitting)
+    assert snapshot(pool) == before
 
 
 # Leases, epochs, the books
@@ -412,7 +475,7 @@ def test_epochs_number_the_steps() -> None:
     one.abort()
     assert (first.last_epoch, second.last_epoch) == (1, 2)
     assert pool.event(1) is pool.event(2) is None  # a device without streams
-    with pytest.raises(SequenceError, match="has not ended"):
+    with pytest.raises(SequenceError, match="there is no step 3; the last that began is 2"):
         pool.event(3)
     assert first.fork().last_epoch == 1
 

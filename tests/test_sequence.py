@@ -1,5 +1,8 @@
 """Sequences: room, forks and their copies, crops, frees, and what each refuses without changing anything."""
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 from pools import Content, advance, layer, make_pool, snapshot
@@ -230,8 +233,20 @@ def test_crop_only_shortens(num_tokens):
     pool = make_pool("full")
     sequence = pool.add()
     pool.begin([sequence], 9).commit()
-    with pytest.raises(SequenceError, match="crop only shortens"):
+    with pytest.raises(SequenceError, match="crop only shortens" if num_tokens > 0 else "at least 0, not -1"):
         sequence.crop(num_tokens)
+    with pytest.raises(SequenceError, match="whole number, not 4.5"):
+        sequence.crop(4.5)
+    assert sequence.length == 9
+
+
+def test_a_sequence_is_forked_not_copied():
+    sequence = make_pool().add(3)
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"fork\(\) makes a second one"):
+            copied(sequence)
+        with pytest.raises(TypeError, match="make another one of its plan"):
+            copied(sequence.pool)
 
 
 def test_a_freed_sequence_is_of_no_use():

@@ -148,16 +148,47 @@ def test_a_step_refuses_what_is_not_a_batch() -> None:
     first, second = pool.add(), pool.add()
     before = snapshot(pool)
     refused = (
-        ([first], 0, "at least one new token"),
-        ([first], -3, "at least one new token"),
+        ([first], 0, "at least 1, not 0"),
+        ([first], -3, "at least 1, not -3"),
+        ([first], 1.5, "whole number, not 1.5"),
+        ([first], "two", "whole number, not 'two'"),
         ([], 1, "at least one sequence"),
         ([first, second, first], 1, "named twice"),
-        ([first], pool.tables.max_tokens + 1, "larger max_tokens"),
+        ([first, "second"], 1, "'second' is not a sequence"),
+        (None, 1, "not of None"),
+        (first, 1, "put one alone into a list"),
     )
     for sequences, num_new_tokens, message in refused:
         with pytest.raises(SequenceError, match=message):
             pool.begin(sequences, num_new_tokens)
     assert snapshot(pool) == before
+
+
+@pytest.mark.parametrize("kinds", ["every", "full", "state", "window"])
+def test_a_step_is_refused_by_the_tables_or_by_the_arena(kinds: str) -> None:
+    """What the arena cannot hold is OutOfMemory, however long the tables are; what it could hold is not."""
+    pool = make_pool(kinds)
+    sequence = pool.add()
+    before = snapshot(pool)
+    for num_new_tokens in (pool.tables.max_tokens + 1, 10**6, 10**30):
+        with pytest.raises((OutOfMemory, SequenceError)) as caught:
+            pool.begin([sequence], num_new_tokens)
+        if kinds in ("every", "full"):
+            assert isinstance(caught.value, OutOfMemory) and not caught.value.quote.fits_empty
+        else:
+            assert "larger max_tokens" in str(caught.value)
+    assert snapshot(pool) == before
+
+
+def test_numbers_of_numpy_and_torch_are_whole_numbers() -> None:
+    pool = make_pool("hybrid")
+    sequence = pool.add(np.int64(5))
+    pool.extend_runs([sequence], np.int32(7))
+    for number in (np.int64(3), np.uint8(3), torch.tensor(3)):
+        pool.begin([sequence], number).commit()
+    assert sequence.length == 9 and pool.quote(np.int16(4)).fits
+    assert pool.event(np.int64(1)) is None and 0 <= pool.compact(np.int64(100)) <= 100
+    pool.check()
 
 
 def test_sequences_of_an_open_step_are_left_alone() -> None:

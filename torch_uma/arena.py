@@ -66,8 +66,9 @@ class Arena:
         two storages are one memory, and the bytes of two rows never overlap.
         """
         if dtype not in self._typed:
-            typed = self.bytes.view(dtype)
-            self._typed[dtype] = typed if typed.is_meta else torch.utils.dlpack.from_dlpack(typed)
+            with torch.inference_mode(False):  # as for the bytes themselves
+                typed = self.bytes.view(dtype)
+                self._typed[dtype] = typed if typed.is_meta else torch.utils.dlpack.from_dlpack(typed)
         return self._typed[dtype]
 
 

@@ -36,7 +36,8 @@ class Rows:
     def tensor(self) -> Tensor:
         """[rows] int64 on the pool's device."""
         if self._tensor is None:
-            self._tensor = torch.from_numpy(self.numbers).to(self._pool.device)
+            with torch.inference_mode(False):  # it is kept for steps in any mode
+                self._tensor = torch.from_numpy(self.numbers).to(self._pool.device)
         return self._tensor
 
     def run(self, k: int, num_pages: int) -> Run | None:
@@ -57,6 +58,8 @@ class Batch:
     """
 
     def __init__(self, pool: CachePool, sequences: Iterable[Sequence]) -> None:
+        if not isinstance(sequences, Iterable):
+            raise SequenceError(f"a batch is made of sequences, not of {sequences!r}; put one alone into a list")
         chosen = list(sequences)
         self.pool = pool
         self.rows = Rows(pool, chosen, pool.rows_of(chosen))

@@ -18,9 +18,11 @@ from typing import NamedTuple
 import numpy as np
 
 from torch_uma.allocator import SCALAR_PAGES, Allocator
+from torch_uma.counts import whole
 from torch_uma.errors import SequenceError
 from torch_uma.lifespans import Lifespans, spread
 from torch_uma.plan import Plan
+from torch_uma.refusal import out_of_memory
 from torch_uma.tables import IdArray, Int64Array, Tables
 
 
@@ -210,9 +212,10 @@ class Sequences:
     def crop(self, row: int, num_tokens: int) -> None:
         """Shorten the row and let go of the pages behind; SequenceError if what it needs then is gone."""
         length = int(self.length[row])
+        num_tokens = whole(num_tokens, "num_tokens of a crop", least=0, error=SequenceError)
         if num_tokens == length:
             return
-        if not 0 <= num_tokens < length:
+        if num_tokens > length:
             raise SequenceError(f"a sequence of {length} tokens cannot be cropped to {num_tokens}; crop only shortens")
         first = self.first[:, row].copy()
         if num_tokens:
@@ -232,6 +235,21 @@ class Sequences:
         self.length[row] = num_tokens
         self.tables.write_lengths(np.array([row]), num_tokens)
         self.may_share[row] = self.num_shared > 0
+
+    def check_columns(self, num_tokens: int) -> None:
+        """Raise SequenceError if the tables have no columns for a sequence of so many tokens.
+
+        OutOfMemory if the arena cannot hold such a sequence either: then it is memory that is missing.
+        """
+        if num_tokens <= self.tables.max_tokens:
+            return
+        quote = self.allocator.quote(self.allocator.plan.demand(num_tokens))
+        if not quote.fits_empty:
+            raise out_of_memory(self.allocator.plan, self.allocator.stats().free_bytes, quote)
+        raise SequenceError(
+            f"a sequence of {num_tokens} tokens was asked for, but the pool's tables hold {self.tables.max_tokens}; "
+            "make the pool with a larger max_tokens"
+        )
 
     def check_whole(self, rows: Int64Array) -> None:
         """Raise SequenceError if an aborted step has left the state of one of the rows half written."""

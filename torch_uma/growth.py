@@ -14,7 +14,6 @@ from __future__ import annotations
 import numpy as np
 
 from torch_uma.books import Sequences
-from torch_uma.errors import SequenceError
 from torch_uma.lifespans import spread
 from torch_uma.tables import IdArray, Int64Array
 
@@ -36,12 +35,8 @@ class Growth:
         self._books = books
         self._rows = rows
         self.past = books.length[rows]
+        books.check_columns(int(self.past.max()) + num_new_tokens)
         self.new = self.past + num_new_tokens
-        if self.new.max() > books.tables.max_tokens:
-            raise SequenceError(
-                f"a sequence of {int(self.past.max())} tokens cannot take {num_new_tokens} more: the pool's tables "
-                f"hold {books.tables.max_tokens}; make the pool with a larger max_tokens"
-            )
         num_subpools = len(books.first)
         passed = books.limits.take(rows, axis=1) < self.new
         self._dying = passed[num_subpools:]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
+import numpy as np
 import torch
 
 from torch_uma.errors import PlanError
@@ -13,15 +15,15 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _FORMS = 'give bytes (2147483648) or text ("2GiB", "512MiB", "1.5GB")'
 
 
-def parse_bytes(memory: int | str) -> int:
+def parse_bytes(memory: Any) -> int:
     """Bytes of an integer or of text such as "2GiB"; PlanError for anything else and for what is not positive."""
     if isinstance(memory, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", memory)
         if match is None or match[2].upper() not in _UNITS:
             raise PlanError(f"memory={memory!r} is not an amount of memory; {_FORMS}")
         num_bytes = int(float(match[1]) * _UNITS[match[2].upper()])
-    elif isinstance(memory, int) and not isinstance(memory, bool):
-        num_bytes = memory
+    elif isinstance(memory, (int, np.integer)) and not isinstance(memory, bool):
+        num_bytes = int(memory)
     else:
         raise PlanError(f"memory={memory!r} is not an amount of memory in bytes; {_FORMS}")
     if num_bytes < 1:

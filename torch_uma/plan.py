@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 
+from torch_uma.counts import whole
 from torch_uma.errors import PlanError
 from torch_uma.kind import Kind, group
 from torch_uma.layout import EntryLayout, Layer, Lifetime, PlacedRow, State
@@ -168,8 +169,8 @@ def plan(
     layers = _layers_of(source, dtype)
     if draft is not None:
         layers += tuple(_renumbered(layer, len(layers)) for layer in _layers_of(draft, dtype))
-    if page_size < 1:
-        raise PlanError(f"a page holds at least one entry, but page_size is {page_size}")
+    page_size = whole(page_size, "page_size of a plan", least=1, error=PlanError)
+    num_tokens = whole(num_tokens, "num_tokens of a plan", least=0, error=PlanError)
     arena_bytes = parse_bytes(memory) // ARENA_ALIGNMENT_BYTES * ARENA_ALIGNMENT_BYTES
     if arena_bytes < ARENA_ALIGNMENT_BYTES:
         raise PlanError(f"memory={memory!r} is no room for an arena; give at least {ARENA_ALIGNMENT_BYTES} bytes")

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
@@ -22,8 +22,9 @@ from torch_uma.arena import Arena
 from torch_uma.band import PageArray
 from torch_uma.batch import Batch
 from torch_uma.books import Sequences
+from torch_uma.counts import whole
 from torch_uma.epochs import Epochs
-from torch_uma.errors import ClosedError, LeaseError, PlanError, SequenceError
+from torch_uma.errors import ClosedError, LeaseError, OutOfMemory, PageError, PlanError, SequenceError
 from torch_uma.guard import Guard
 from torch_uma.ledger import Lease
 from torch_uma.lifespans import Lifespans
@@ -80,10 +81,9 @@ class CachePool:
         hints: Mapping[str, float] | None = None,
         split: Mapping[str, float] | None = None,
     ) -> None:
-        if max_sequences < 1 or (max_tokens is not None and max_tokens < 1):
-            raise PlanError(
-                f"a pool needs room for a sequence, not max_sequences={max_sequences}, max_tokens={max_tokens}"
-            )
+        max_sequences = whole(max_sequences, "max_sequences of a pool", least=1, error=PlanError)
+        if max_tokens is not None:
+            max_tokens = whole(max_tokens, "max_tokens of a pool", least=1, error=PlanError)
         if device is None:
             device = getattr(source, "device", None) or torch.get_default_device()
         self.device = torch.device(device)
@@ -137,22 +137,24 @@ class CachePool:
         Raises OutOfMemory with the quote, or SequenceError if all rows are in use; then nothing has changed.
         """
         self.guard.enter()
-        self._check_tokens(num_tokens)
-        return Sequence(self, self.sequences.add(num_tokens))
+        return Sequence(self, self.sequences.add(self._length(num_tokens)))
 
     def add_many(self, num_tokens: Iterable[int]) -> list[Sequence]:
         """Make an empty sequence for each of `num_tokens`, as `add` does, all or none: cheaper than one by one."""
         self.guard.enter()
-        wanted = list(num_tokens)
-        for tokens in wanted:
-            self._check_tokens(tokens)
+        wanted = [self._length(tokens) for tokens in num_tokens]
         return [Sequence(self, row) for row in self.sequences.add_many(wanted)]
 
     def quote(self, num_tokens: int) -> Quote:
-        """Say whether a sequence of `num_tokens` tokens could be added now, at what cost, or what would help."""
+        """Say whether a sequence of `num_tokens` tokens could be added now, at what cost, or what would help.
+
+        Raises SequenceError where not the arena but the pool's `max_tokens` is too small, or for no number of tokens.
+        """
         self.guard.enter()
-        self._check_tokens(num_tokens)
-        return self.allocator.quote(self.plan.demand(num_tokens))
+        try:
+            return self.allocator.quote(self.plan.demand(self._length(num_tokens)))
+        except OutOfMemory as error:
+            return error.quote
 
     def batch(self, sequences: Iterable[Sequence]) -> Batch:
         """Keep sequences in the order of a batch's rows: the fast form of what a step takes."""
@@ -167,6 +169,7 @@ class CachePool:
         has changed.
         """
         rows = self._idle_batch(sequences).rows.numbers
+        num_tokens = whole(num_tokens, "num_tokens of a sequence", least=0, error=SequenceError)
         if len(rows):
             extend_runs(self.sequences, rows, min(num_tokens, self.tables.max_tokens))
 
@@ -178,7 +181,9 @@ class CachePool:
 
         `sequences` maps each sequence, in the order of the batch, to its number of new tokens, which is the same for
         all; a Batch takes `num_new_tokens`. If the block raises, what the step reserved is given back and lengths are
-        as before. Raises what `begin` raises.
+        as before. If it ends, the tokens count: a block without a forward, or one of a model of fewer layers, leaves
+        pages of undefined content, since nobody can see from here whether a captured graph was replayed. Raises what
+        `begin` raises.
         """
         from torch_uma.integrations.transformers.cache import UnifiedCache
 
@@ -201,8 +206,7 @@ class CachePool:
         one named twice, freed, of another pool, in an open step, too long, or with a half-written state. Then nothing
         has changed.
         """
-        if num_new_tokens < 1:
-            raise SequenceError(f"a step takes at least one new token for each sequence, not {num_new_tokens}")
+        num_new_tokens = whole(num_new_tokens, "num_new_tokens of a step", least=1, error=SequenceError)
         batch = self._idle_batch(sequences)
         if not len(batch):
             raise SequenceError("a step needs at least one sequence")
@@ -216,10 +220,13 @@ class CachePool:
     def event(self, epoch: int) -> torch.cuda.Event | None:
         """What another stream waits for before it reads what step `epoch` wrote; None on a device without streams.
 
-        Raises SequenceError for a step that has not ended.
+        Raises SequenceError for a step that has not ended, and for one that never began.
         """
         self.guard.enter()
-        if epoch > self.epoch or epoch in self.guard.steps:
+        epoch = whole(epoch, "the epoch of a step", least=0, error=SequenceError)
+        if epoch > self.epoch:
+            raise SequenceError(f"there is no step {epoch}; the last that began is {self.epoch}")
+        if epoch in self.guard.steps:
             raise SequenceError(f"step {epoch} has not ended; commit() it first")
         return self.guard.epochs.event(epoch)
 
@@ -230,7 +237,7 @@ class CachePool:
         self.guard.enter()
         if isinstance(pages, Sequence):
             pages = self.sequences.pages_of(np.array([self.row_of(pages)]))
-        return self.allocator.lease(np.asarray(pages, np.int64), user)
+        return self.allocator.lease(pages if isinstance(pages, np.ndarray) else list(pages), user)
 
     def poll(self) -> int:
         """End the leases whose event has passed; returns how many."""
@@ -238,8 +245,13 @@ class CachePool:
         return self.allocator.poll()
 
     def compact(self, budget_bytes: int | None = None) -> int:
-        """Move pages into the holes of their bands, at most `budget_bytes`; returns the bytes moved."""
+        """Move pages into the holes of their bands, at most `budget_bytes`; returns the bytes moved.
+
+        Raises PageError for a budget that is no number of bytes.
+        """
         self.guard.enter()
+        if budget_bytes is not None:
+            budget_bytes = whole(budget_bytes, "budget_bytes of a compaction", least=0, error=PageError)
         return self.allocator.compact(budget_bytes)
 
     def stats(self) -> Stats:
@@ -270,12 +282,18 @@ class CachePool:
         self.guard.closed = True
         self._arena = self._sequences = None
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a CachePool cannot be copied or pickled, as its memory is there once; make another one of its plan, or "
+            "fork() its sequences"
+        )
+
     # For sequences, batches, steps and tests
 
     def row_of(self, sequence: Sequence) -> int:
         """The row of one of the pool's sequences; raises SequenceError for any other."""
         self.guard.enter()
-        if sequence._pool is not self or sequence._row < 0:
+        if not isinstance(sequence, Sequence) or sequence._pool is not self or sequence._row < 0:
             raise self._unusable(sequence)
         return sequence._row
 
@@ -288,6 +306,8 @@ class CachePool:
 
     def rows_of(self, sequences: list[Sequence]) -> Int64Array:
         """[n] int64 rows of sequences, each of which is in use, of this pool and named once; raises SequenceError."""
+        if not all(isinstance(sequence, Sequence) for sequence in sequences):
+            raise next(self._unusable(s) for s in sequences if not isinstance(s, Sequence))
         rows = [sequence._row for sequence in sequences]
         if {sequence._pool for sequence in sequences} - {self} or (rows and min(rows) < 0):
             raise next(self._unusable(s) for s in sequences if s._pool is not self or s._row < 0)
@@ -321,14 +341,14 @@ class CachePool:
             self.guard.check_idle(batch.rows.numbers)
         return batch
 
-    def _check_tokens(self, num_tokens: int) -> None:
-        if not 0 <= num_tokens <= self.tables.max_tokens:
-            raise SequenceError(
-                f"a sequence has 0 to {self.tables.max_tokens} tokens in this pool, not {num_tokens}; "
-                "a larger max_tokens would help"
-            )
+    def _length(self, num_tokens: Any) -> int:
+        length = whole(num_tokens, "num_tokens of a sequence", least=0, error=SequenceError)
+        self.sequences.check_columns(length)
+        return length
 
-    def _unusable(self, sequence: Sequence) -> SequenceError:
+    def _unusable(self, sequence: Any) -> SequenceError:
+        if not isinstance(sequence, Sequence):
+            return SequenceError(f"{sequence!r} is not a sequence of this pool; add() or fork() makes one")
         if sequence._pool is not self:
             return SequenceError(f"{sequence!r} is of another pool")
         return SequenceError("the sequence was freed; add() makes another")
@@ -356,7 +376,7 @@ def _take_back(books: Sequences, rows: list[int], step: Step | None) -> None:
 
 
 def _equal_count(sequences: Mapping[Sequence, int]) -> int:
-    counts = set(sequences.values())
+    counts = {whole(n, "num_new_tokens of a step", least=1, error=SequenceError) for n in sequences.values()}
     if len(counts) > 1:
         raise SequenceError(
             f"all sequences of a step have equally many new tokens, but these have {sorted(counts)}; "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
@@ -89,6 +89,12 @@ class Sequence:
         """Give back everything that it holds; the sequence cannot be used any more."""
         self._pool.sequences.free(self._pool.idle_row(self))
         self._row = -1
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a sequence cannot be copied or pickled, as what it holds lies in the memory of its pool; fork() makes a "
+            "second one with the same content"
+        )
 
     def __repr__(self) -> str:
         if self._row < 0 or self._pool.closed:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from transformers.cache_utils import Cache
 
+from torch_uma.counts import whole
 from torch_uma.errors import PlanError, SequenceError
 from torch_uma.integrations.transformers.layers import StateLayer, make_layers, parts_of
 from torch_uma.integrations.transformers.places import StepPlaces
@@ -58,8 +59,10 @@ class UnifiedCache(Cache):
         from torch_uma.integrations.transformers.declare import declare
         from torch_uma.pool import CachePool
 
-        if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens < 1):
-            raise PlanError(f"max_tokens={max_tokens!r} is no room for a token; give the length of prompt and answer")
+        if max_tokens is not None:
+            max_tokens = whole(max_tokens, "max_tokens of a cache", least=1, error=PlanError)
+        if max_sequences is not None:
+            max_sequences = whole(max_sequences, "max_sequences of a pool", least=1, error=PlanError)
         if pool is None:
             layers = declare(model_or_config, dtype=dtype)
         else:
@@ -145,6 +148,25 @@ class UnifiedCache(Cache):
             raise SequenceError("inputs() belongs to the cache of a pool.step(); generate() makes its own inputs")
         return self._steps.places.inputs()
 
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stores new keys and values of a layer; returns all that the step attends to. PlanError for no such layer."""
+        self._check_layer(layer_idx)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
+        """Keeps the last columns of a layer's convolution; returns them behind the old ones."""
+        return self._state_layer(layer_idx).update_conv_state(conv_states, state_idx, **kwargs)
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> torch.Tensor:
+        """Keeps a layer's recurrent state, and returns it as stored."""
+        return self._state_layer(layer_idx).update_recurrent_state(recurrent_states, state_idx, **kwargs)
+
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         """The live convolution state [rows, channels, kernel], or None while no row has one."""
         return self._state_layer(layer_idx).read("conv", state_idx)
@@ -215,7 +237,15 @@ class UnifiedCache(Cache):
             raise SequenceError("the rows of a step belong to the loop that opened it; use the sequences themselves")
         return self._steps
 
+    def _check_layer(self, layer_idx: int) -> None:
+        if layer_idx >= len(self.layers):
+            raise PlanError(
+                f"the forward has a layer {layer_idx}, but the pool's plan has {len(self.layers)} layers; use a pool "
+                "that was made for this model"
+            )
+
     def _state_layer(self, layer_idx: int) -> StateLayer:
+        self._check_layer(layer_idx)
         layer = self.layers[layer_idx]
         if not isinstance(layer, StateLayer):
             raise ValueError(f"layer {layer_idx} has no state; it is a {type(layer).__name__}")

@@ -7,7 +7,7 @@ transformers, so that its code for masks, lengths and kinds of layers works unch
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
@@ -21,7 +21,17 @@ from torch_uma.layout import Full, Layer, Lifetime, State, Window
 Steps = GivenStep | OwnSteps
 
 
-class AttentionLayer(CacheLayerMixin):
+class ArenaLayer:
+    """A layer whose content lies in an arena."""
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a layer of a UnifiedCache cannot be copied or pickled, as what it keeps lies in the memory of a pool; "
+            "copy.deepcopy() of the whole cache forks it there"
+        )
+
+
+class AttentionLayer(ArenaLayer, CacheLayerMixin):
     """Keys and values of one layer, needed for ever or in a window."""
 
     def __init__(self, layer: int, lifetime: Lifetime, steps: Steps) -> None:
@@ -98,7 +108,7 @@ class LiveStates:
         return self._layer.read(self._kind, state_idx)
 
 
-class StateLayer(LinearAttentionCacheLayerMixin):
+class StateLayer(ArenaLayer, LinearAttentionCacheLayerMixin):
     """Convolution and recurrent states of one layer."""
 
     is_croppable = False
