@@ -3,11 +3,14 @@
 python examples/generate_hybrid.py                          # three tiny hybrids, prompts cut from alice.txt
 python examples/generate_hybrid.py --model PATH_OR_ID       # a real checkpoint with its tokenizer
 python examples/generate_hybrid.py --model PATH_OR_ID --quality --text FILE     # log-probabilities over a text
+
+Needs rich: pip install '.[examples]'.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import sys
 import time
 from pathlib import Path
@@ -16,14 +19,19 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
-from rich.text import Text
+from tiny_models import BUILDERS, build
 from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 import torch_uma
 from torch_uma import CachePool, OutOfMemory, UnifiedCache
+
+try:
+    from rich.console import Console
+    from rich.progress import Progress
+    from rich.table import Table
+    from rich.text import Text
+except ModuleNotFoundError:
+    sys.exit("this example draws with rich, which the extra 'examples' brings: pip install '.[examples]'")
 
 HERE = Path(__file__).parent
 COLOURS = ["green", "yellow", "magenta", "red", "cyan", "blue"]
@@ -49,9 +57,6 @@ class Watch(LogitsProcessor):
 
 def tiny_models() -> list[tuple[str, PreTrainedModel]]:
     """Full + window with sinks, gated DeltaNet + full, Mamba-2 + full: those of the tests, without training."""
-    sys.path.append(str(HERE.parent / "tests"))
-    from models import BUILDERS, build
-
     return [(name, build(name, attention="eager" if name == "gpt_oss" else "sdpa")) for name in BUILDERS]
 
 
@@ -80,8 +85,7 @@ def compare_tokens(model: PreTrainedModel, inputs: Inputs, ours: torch.Tensor, d
         if not len(differences):
             continue
         at, first = int(differences[0]), int(inputs["attention_mask"][row].argmax())
-        exact = type(model)(model.config).to(model.device, torch.float64)
-        exact.load_state_dict(model.state_dict())
+        exact = copy.deepcopy(model).double()
         if exact._can_set_experts_implementation():
             exact.set_experts_implementation("eager")  # the grouped product has no fp64
         top = exact.eval()(default[row : row + 1, first:at], use_cache=False).logits[0, -1].topk(2).values
@@ -161,7 +165,7 @@ def show_capacity(model: PreTrainedModel, max_tokens: int) -> None:
     console.print(table)
 
 
-def run(name: str, model: PreTrainedModel, waves: dict[str, Inputs], num_new_tokens: int) -> bool:
+def run(name: str, model: Any, waves: dict[str, Inputs], num_new_tokens: int) -> bool:
     """Generates every wave of requests twice, ours in one arena that serves all of them; whether the tokens agree."""
     console.rule(name)
     plan = torch_uma.plan(model, memory="1TiB")
@@ -178,9 +182,8 @@ def run(name: str, model: PreTrainedModel, waves: dict[str, Inputs], num_new_tok
             for label, kwargs in (("default cache", {}), ("one arena", {"cache": cache})):
                 watch = Watch(progress, f"{wave}, {label}", num_new_tokens, kwargs.get("cache"))
                 started = time.perf_counter()
-                runs.append(
-                    model.generate(**inputs, **options, **kwargs, logits_processor=LogitsProcessorList([watch]))
-                )
+                processors = LogitsProcessorList([watch])
+                runs.append(model.generate(**inputs, **options, **kwargs, logits_processor=processors))
                 seconds.append(time.perf_counter() - started)
         verdicts.append(compare_tokens(model, inputs, runs[1], runs[0]))
         lengths = inputs["attention_mask"].sum(1).tolist()

@@ -1,57 +1,59 @@
 """A serving loop: requests are admitted while their memory fits, decoded together, and leave when they are done."""
 
-from __future__ import annotations
-
-import sys
 from collections import deque
-from pathlib import Path
 
 import torch
+from tiny_models import build, prompts
 
 from torch_uma import CachePool, OutOfMemory, Sequence
-
-sys.path.append(str(Path(__file__).parent.parent / "tests"))
-from models import build, prompts
 
 NUM_NEW_TOKENS = 40
 
 
 @torch.no_grad()
-def serve(model: torch.nn.Module, pool: CachePool, requests: list[torch.Tensor]) -> dict[int, list[int]]:
-    """Greedy tokens of each request, in the order of `requests`; each is a prompt [1, tokens]."""
-    waiting = deque(enumerate(requests))
-    running: dict[Sequence, int] = {}
-    tokens: dict[int, list[int]] = {}
+def serve(model: torch.nn.Module, pool: CachePool, requests: list[list[int]]) -> list[list[int]]:
+    """Prompt and greedy answer of each request, in the order of `requests`, which are prompts."""
+    texts = [list(prompt) for prompt in requests]
+    waiting = deque(range(len(texts)))
+    running: dict[int, Sequence] = {}  # by request, the youngest last
+    may_admit = True
     while waiting or running:
-        while waiting:
-            request, prompt = waiting[0]
+        while waiting and may_admit:
             try:
-                sequence = pool.add(prompt.shape[1] + NUM_NEW_TOKENS)  # room for all of it, so no step can run out
+                sequence = pool.add(len(requests[waiting[0]]) + NUM_NEW_TOKENS)
+                print(f"request {waiting[0]}, {len(texts[waiting[0]])} tokens, joins {len(running)} others")
+                running[waiting.popleft()] = sequence
             except OutOfMemory:
                 if not running:
                     raise
-                break  # until one of those that run has left
-            waiting.popleft()
-            print(f"request {request}, {prompt.shape[1]} tokens, joins {len(running)} others")
-            with pool.step({sequence: prompt.shape[1]}) as cache:
-                logits = model(prompt, cache=cache, **cache.inputs()).logits
-            running[sequence], tokens[request] = request, [int(logits[0, -1].argmax())]
-        last = torch.tensor([[tokens[request][-1]] for request in running.values()])
-        with pool.step(dict.fromkeys(running, 1)) as cache:
-            logits = model(last, cache=cache, **cache.inputs()).logits
-        for sequence, token in zip(list(running), logits[:, -1].argmax(-1).tolist()):
-            request = running[sequence]
-            tokens[request].append(token)
-            if len(tokens[request]) == NUM_NEW_TOKENS:
-                sequence.free()
-                del running[sequence]
-    return dict(sorted(tokens.items()))
+                may_admit = False  # until one of those that run has left
+        fresh = [request for request, sequence in running.items() if not sequence.length]
+        batch = fresh[:1] or list(running)  # a prompt alone, since all rows of a step have equally many new tokens
+        num_new_tokens = len(texts[batch[0]]) - running[batch[0]].length
+        try:
+            with pool.step({running[request]: num_new_tokens for request in batch}) as cache:
+                new = torch.tensor([texts[request][-num_new_tokens:] for request in batch])
+                logits = model(new, cache=cache, **cache.inputs()).logits
+        except OutOfMemory:  # add() made room for what a request holds between steps; in one, a window may need more
+            if len(running) == 1:
+                raise
+            request, sequence = running.popitem()  # retract the youngest
+            sequence.free()
+            waiting.appendleft(request)
+            may_admit = False
+        else:
+            for request, token in zip(batch, logits[:, -1].argmax(-1).tolist()):
+                texts[request].append(token)
+                if len(texts[request]) == len(requests[request]) + NUM_NEW_TOKENS:
+                    running.pop(request).free()
+                    may_admit = True
+    return texts
 
 
 if __name__ == "__main__":
-    model = build("qwen3_next", attention="sdpa")
-    pool = CachePool(model, memory="320KiB")
-    requests = [prompts((length,), seed=length)["input_ids"] for length in (150, 9, 70, 31, 210, 5, 48, 100)]
-    for request, answer in serve(model, pool, requests).items():
-        print(f"request {request}: {len(answer)} tokens, the first {answer[:8]}")
+    model = build("gpt_oss", attention="eager")
+    pool = CachePool(model, memory="160KiB", page_size=4)
+    requests = [prompts((n,), seed=n)["input_ids"][0].tolist() for n in (50, 9, 30, 31, 60, 5, 48, 20)]
+    for request, text in enumerate(serve(model, pool, requests)):
+        print(f"request {request}: {len(text)} tokens, the first new ones {text[len(requests[request]) :][:8]}")
     print(pool.stats())

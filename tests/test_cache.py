@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import assert_same_tokens, prompts
 from test_generate import LENGTHS, MEMORY, MODELS, NUM_NEW, assert_all_free, expected, generate, model_of, poisoned
+from tiny_models import assert_same_tokens, prompts
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.cache_utils import DynamicCache
 

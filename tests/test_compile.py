@@ -7,7 +7,7 @@ from math import prod
 
 import pytest
 import torch
-from models import build, prompts
+from tiny_models import build, prompts
 from torch._inductor.utils import run_and_get_code
 
 import torch_uma

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import WINDOW, assert_same_tokens, build, prompts
+from tiny_models import WINDOW, assert_same_tokens, build, prompts
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.cache_utils import Cache, DynamicCache
 

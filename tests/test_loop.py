@@ -5,8 +5,9 @@ from __future__ import annotations
 from functools import lru_cache
 
 import pytest
+import serving_loop
 import torch
-from models import VOCABULARY, WINDOW, assert_same_tokens, build, prompts
+from tiny_models import VOCABULARY, WINDOW, assert_same_tokens, build, prompts
 from transformers import PreTrainedModel
 
 import torch_uma
@@ -152,6 +153,34 @@ def test_a_step_whose_body_raises_changes_nothing(name: str) -> None:
     for _ in range(NUM_NEW):
         loop.decode([sequence])
     loop.check(sequence, prompt_of(30))
+
+
+@pytest.mark.parametrize(
+    ("name", "page_size", "memory", "num_retracted"),
+    [("gpt_oss", 7, "88KiB", 3), ("gpt_oss", 5, "130KiB", 1), ("qwen3_next", 4, "130KiB", 0), ("bamba", 4, "90KiB", 0)],
+)
+def test_the_example_serves_all_requests(
+    name: str, page_size: int, memory: str, num_retracted: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also when a step runs out though there was room at admission: a window may need a page more for a while."""
+    model = model_of(name)
+    pool = CachePool(model, memory=memory, page_size=page_size)
+    torch_uma.testing.poison(pool)
+    lengths = [20, 9, 20, 19, 5]
+    texts = serving_loop.serve(model, pool, [prompt_of(length)[0].tolist() for length in lengths])
+    for length, text in zip(lengths, texts, strict=True):
+        expected = alone(model, prompt_of(length), serving_loop.NUM_NEW_TOKENS)
+        assert_same_tokens(model, torch.tensor([text]), expected, torch.ones(1, length))
+    assert capsys.readouterr().out.count("joins") == len(lengths) + num_retracted
+    pool.check()
+    assert pool.stats().live_bytes == 0
+
+
+def test_the_example_says_when_a_request_can_never_be_served() -> None:
+    model = model_of("gpt_oss")
+    pool = CachePool(model, memory="88KiB", page_size=7)
+    with pytest.raises(torch_uma.OutOfMemory):
+        serving_loop.serve(model, pool, [prompt_of(9)[0].tolist(), prompt_of(400)[0].tolist()])
 
 
 def test_a_forward_of_another_shape_is_refused() -> None:

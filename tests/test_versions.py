@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import build
+from tiny_models import build
 from transformers import LlamaConfig, PreTrainedConfig, cache_utils
 
 from torch_uma import CachePool

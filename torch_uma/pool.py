@@ -134,6 +134,8 @@ class CachePool:
     def add(self, num_tokens: int = 0) -> Sequence:
         """Make an empty sequence with room reserved for `num_tokens` tokens: the pages that it holds at that length.
 
+        On the way there a window or chunk may need more for a while, as a step keeps what its own queries read until it
+        is committed, and pages fill unevenly: so a later step can still be out of memory, for a page or a window more.
         Raises OutOfMemory with the quote, or SequenceError if all rows are in use; then nothing has changed.
         """
         self.guard.enter()

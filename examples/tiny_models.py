@@ -1,4 +1,4 @@
-"""Tiny hybrid models with fixed random weights, and what it means that two runs of one gave the same tokens."""
+"""Tiny hybrid models with fixed random weights, for examples and tests, and what same tokens are."""
 
 from __future__ import annotations
 
@@ -97,7 +97,8 @@ def build(name: str, *, attention: str = "eager") -> PreTrainedModel:
             if parameter_name.endswith("sinks"):
                 torch.nn.init.normal_(parameter)
     model.set_attn_implementation(attention)
-    return model.eval().requires_grad_(False)
+    model.eval().requires_grad_(False)
+    return model
 
 
 def prompts(lengths: Sequence[int], *, seed: int = 0) -> dict[str, torch.Tensor]:
