@@ -551,3 +551,24 @@ def test_adding_many_is_all_or_none() -> None:
     with pytest.raises(SequenceError, match="not -1"):
         pool.add_many([3, -1])
     assert snapshot(pool) == before
+
+
+def test_a_step_ends_the_leases_whose_event_has_passed() -> None:
+    class Event:
+        passed = False
+
+        def query(self) -> bool:
+            return self.passed
+
+    pool, event = make_pool("full"), Event()
+    leased, other = pool.add(4), pool.add()
+    lease = pool.lease(leased, "a transfer")
+    leased.free()
+    lease.close(event)
+    pool.begin([other], 1).commit()
+    assert pool.stats().subpools[0].quarantined_pages == 2
+    event.passed = True
+    assert pool.stats().subpools[0].quarantined_pages == 2  # looking does not poll
+    pool.begin([other], 1).commit()
+    assert pool.stats().subpools[0].quarantined_pages == 0
+    pool.check()

@@ -204,15 +204,16 @@ class CachePool:
     def begin(self, sequences: Batch | Iterable[Sequence], num_new_tokens: int) -> Step:
         """Open a step of `num_new_tokens` tokens for each sequence: reserve its pages and stage the tables.
 
-        Steps over different sequences may be open at once. Raises OutOfMemory; SequenceError for no sequence, no token,
-        one named twice, freed, of another pool, in an open step, too long, or with a half-written state. Then nothing
-        has changed.
+        Leases whose event has passed end first. Steps over different sequences may be open at once. Raises
+        OutOfMemory; SequenceError for no sequence, no token, one named twice, freed, of another pool, in an open
+        step, too long, or with a half-written state. Then nothing has changed.
         """
         num_new_tokens = whole(num_new_tokens, "num_new_tokens of a step", least=1, error=SequenceError)
         batch = self._idle_batch(sequences)
         if not len(batch):
             raise SequenceError("a step needs at least one sequence")
         self.sequences.check_whole(batch.rows.numbers)
+        self.sequences.allocator.poll()
         step = Step(self, batch, num_new_tokens, self.epoch + 1)
         self.epoch = self.sequences.allocator.ledger.epoch = step.epoch
         self.guard.steps[step.epoch] = step
