@@ -309,7 +309,7 @@ class CachePool:
 
     def rows_of(self, sequences: list[Sequence]) -> Int64Array:
         """[n] int64 rows of sequences, each of which is in use, of this pool and named once; raises SequenceError."""
-        if not all(isinstance(sequence, Sequence) for sequence in sequences):
+        if not all(issubclass(kind, Sequence) for kind in set(map(type, sequences))):
             raise next(self._unusable(s) for s in sequences if not isinstance(s, Sequence))
         rows = [sequence._row for sequence in sequences]
         if {sequence._pool for sequence in sequences} - {self} or (rows and min(rows) < 0):
