@@ -109,7 +109,7 @@ def num_resident(plan: Plan, num_tokens: int, split: Mapping[str, float] | None,
     rows = plan.num_sequences(min(num_tokens, *lengths)) + 1
     longest = max(num_tokens, *lengths)
     pool = torch_uma.CachePool(plan, device="meta", max_sequences=rows, max_tokens=longest, split=split)
-    leaving = []
+    leaving: list[torch_uma.Sequence] = []
     try:
         while len(leaving) < rows - 1:
             leaving.append(pool.add(chance.choice(lengths)))

@@ -5,11 +5,11 @@ python benchmarks/compaction.py --json compaction.json
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from typing import Any
 
-import numpy as np
 import torch
 from records import parser, publish, record
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,7 +23,9 @@ NUM_PAGES = 10_000
 class Launches(TorchDispatchMode):
     """Counts the calls of `relocate`."""
 
-    count = 0
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
 
     def __torch_dispatch__(self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         self.count += op is torch.ops.torch_uma.relocate.default
@@ -37,17 +39,18 @@ def main() -> None:
     options.add_argument("--seed", type=int, default=0)
     arguments = options.parse_args()
     torch.set_num_threads(arguments.threads)
-    chance = np.random.default_rng(arguments.seed)
+    chance = random.Random(arguments.seed)
     row = Row(name="k", shape=(2048,), dtype=torch.bfloat16)
     plan = torch_uma.plan([Layer(memories=(Memory(lifetime=Full(), rows=(row,)),))], memory="640MiB", page_size=16)
     pool = torch_uma.CachePool(plan, device="cpu", max_sequences=NUM_PAGES, max_tokens=16)
     pool.arena.bytes.fill_(1)
-    sequences = [pool.add(16) for _ in range(NUM_PAGES)]
+    sequences = pool.add_many([16] * NUM_PAGES)
     compacting, copying, moved = [], [], []
     for _ in range(arguments.rounds):
-        for index in chance.permutation(NUM_PAGES)[: NUM_PAGES // 2].tolist():
-            sequences[index].free()
-            sequences[index] = None
+        chance.shuffle(sequences)
+        for sequence in sequences[NUM_PAGES // 2 :]:
+            sequence.free()
+        del sequences[NUM_PAGES // 2 :]
         pool.stats()  # what was let go of is released now, not within the measurement
         with Launches() as launches:
             start = time.perf_counter()
@@ -59,7 +62,7 @@ def main() -> None:
         start = time.perf_counter()
         destination.copy_(source)
         copying.append(time.perf_counter() - start)
-        sequences = [sequence or pool.add(16) for sequence in sequences]
+        sequences += pool.add_many([16] * (NUM_PAGES - len(sequences)))
     pool.check()
     gigabytes_per_s = [bytes_ / seconds / 1e9 for bytes_, seconds in zip(moved, compacting)]
     plain = [bytes_ / seconds / 1e9 for bytes_, seconds in zip(moved, copying)]

@@ -13,6 +13,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -114,7 +115,7 @@ def allocator_calls(memory: str) -> list[Record]:
     for metric, demand in asked.items():
         quote = allocator.quote(demand)
         assert quote.how == hows[metric] and (quote.fits or None not in quote.relief.values()), (metric, quote)
-        records.append(record(memory, metric, each(lambda demand=demand: allocator.quote(demand)), "us"))
+        records.append(record(memory, metric, each(partial(allocator.quote, demand)), "us"))
     return records
 
 
