@@ -209,3 +209,37 @@ def test_rows_of_unequal_past_are_aligned_at_their_ends() -> None:
     assert inputs["position_ids"].tolist() == [[3, 4], [5, 6]]
     assert logits.shape == (2, 2, VOCABULARY)
     assert cache.paths() == ["gather"] * 4
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_rows_of_unequal_past_without_their_inputs_are_refused(name: str) -> None:
+    model = model_of(name)
+    pool = CachePool(model, memory=4 << 20)
+    loop = Loop(model, pool)
+    short, long = loop.add(prompt_of(3)), loop.add(prompt_of(5))
+    column = torch.zeros(2, 1, dtype=torch.int64)
+    for mask in ({}, {"attention_mask": torch.ones(2, 6, dtype=torch.int64)}):
+        with (
+            pytest.raises(torch_uma.SequenceError, match=r"\*\*cache.inputs\(\)"),
+            torch.no_grad(),
+            pool.step({short: 1, long: 1}) as cache,
+        ):
+            model(column, cache=cache, **mask)
+    for _ in range(3):  # nothing was stored
+        loop.decode([short, long])
+    loop.check(short, prompt_of(3))
+    loop.check(long, prompt_of(5))
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_next"])  # transformers' Bamba counts its positions from 0
+def test_rows_of_equal_past_need_no_inputs(name: str) -> None:
+    model = model_of(name)
+    pool = CachePool(model, memory=4 << 20)
+    loop = Loop(model, pool)
+    sequence = loop.add(prompt_of(5))
+    both = [sequence, loop.fork(sequence)]
+    column = torch.cat([loop.tokens[each][:, -1:] for each in both])
+    with torch.no_grad(), pool.step(dict.fromkeys(both, 1)) as cache:
+        loop.keep(both, model(column, cache=cache).logits)
+    for each in both:
+        loop.check(each, prompt_of(5))

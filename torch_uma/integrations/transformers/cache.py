@@ -142,11 +142,12 @@ class UnifiedCache(Cache):
         """What the model needs beside its input ids in a step of `pool.step`.
 
         `attention_mask` int64 [rows, longest past + num_new_tokens], 0 in front of shorter rows, which are aligned at
-        their ends; `position_ids` int64 [rows, num_new_tokens].
+        their ends; `position_ids` int64 [rows, num_new_tokens]. A forward over rows that hold unequal numbers of tokens
+        raises SequenceError if these were not asked for; some models, as Bamba, need the positions for any rows.
         """
         if not isinstance(self._steps, GivenStep):
             raise SequenceError("inputs() belongs to the cache of a pool.step(); generate() makes its own inputs")
-        return self._steps.places.inputs()
+        return self._steps.inputs()
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any

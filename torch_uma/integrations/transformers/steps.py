@@ -47,6 +47,12 @@ class GivenStep:
     def __init__(self, places: StepPlaces, pool: CachePool) -> None:
         self.places = places
         self.pool = pool
+        self._lacks_inputs = bool((places.past != places.max_past).any())
+
+    def inputs(self) -> dict[str, torch.Tensor]:
+        """The attention mask and position ids, without which rows of unequal past would give wrong results."""
+        self._lacks_inputs = False
+        return self.places.inputs()
 
     def enter(
         self,
@@ -57,9 +63,10 @@ class GivenStep:
         num_new_tokens: int | None = None,
         like: torch.Tensor | None = None,
     ) -> StepPlaces | None:
-        """Returns the step's places; SequenceError if the forward has another batch or number of tokens."""
+        """Returns the step's places; SequenceError if the forward has another batch or number of tokens, or no mask."""
         if not self.places.step.is_open:
             raise SequenceError("the step of this cache has ended; open another one for the next forward")
+        self._check_inputs()
         _check_shape(self.places.num_rows, like)
         if num_new_tokens is not None and num_new_tokens != self.places.num_new_tokens:
             raise SequenceError(
@@ -76,8 +83,16 @@ class GivenStep:
         return self.places.max_past
 
     def extent(self, layer: int, lifetime: Lifetime, num_new_tokens: int) -> tuple[int, int]:
-        """The first column and the number of columns of keys that the layer will read."""
+        """The first column and the number of columns of keys that the layer will read; SequenceError as for `enter`."""
+        self._check_inputs()
         return self.places.extents[layer]
+
+    def _check_inputs(self) -> None:
+        if self._lacks_inputs:
+            raise SequenceError(
+                "the sequences of this step hold unequal numbers of tokens, so the forward needs the mask and the "
+                "position ids of **cache.inputs(): model(tokens, cache=cache, **cache.inputs())"
+            )
 
 
 class OwnSteps:
