@@ -243,3 +243,25 @@ def test_rows_of_equal_past_need_no_inputs(name: str) -> None:
         loop.keep(both, model(column, cache=cache).logits)
     for each in both:
         loop.check(each, prompt_of(5))
+
+
+@pytest.mark.parametrize("num_new", [1, 3])
+@pytest.mark.parametrize("past", [0, 6])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_second_forward_in_one_step_is_refused(name: str, past: int, num_new: int) -> None:
+    model = model_of(name)
+    pool = CachePool(model, memory=4 << 20)
+    sequence = Loop(model, pool).add(prompt_of(past)) if past else pool.add()
+    new = torch.zeros(1, num_new, dtype=torch.int64)
+    with (
+        torch.no_grad(),
+        pytest.raises(torch_uma.SequenceError, match="layer 0 was already written in this step; open another step"),
+        pool.step({sequence: num_new}) as cache,
+    ):
+        model(new, cache=cache, **cache.inputs())
+        if name != "gpt_oss":
+            for _ in range(2):  # to look is no forward
+                assert cache.get_conv_state(0) is None or past
+        model(new, cache=cache, **cache.inputs())
+    assert sequence.length == past
+    pool.check()

@@ -42,12 +42,13 @@ def in_forward() -> bool:
 
 
 class GivenStep:
-    """The one step that `pool.step` opened and will close; every call of a layer belongs to it."""
+    """The one step that `pool.step` opened and will close; every call of a layer belongs to it, and to one forward."""
 
     def __init__(self, places: StepPlaces, pool: CachePool) -> None:
         self.places = places
         self.pool = pool
         self._lacks_inputs = bool((places.past != places.max_past).any())
+        self._touches: set[tuple[int, str, bool]] = set()
 
     def inputs(self) -> dict[str, torch.Tensor]:
         """The attention mask and position ids, without which rows of unequal past would give wrong results."""
@@ -63,7 +64,11 @@ class GivenStep:
         num_new_tokens: int | None = None,
         like: torch.Tensor | None = None,
     ) -> StepPlaces | None:
-        """Returns the step's places; SequenceError if the forward has another batch or number of tokens, or no mask."""
+        """Returns the step's places.
+
+        SequenceError if the forward has another batch or number of tokens, lacks the mask, or, unless it is traced, is
+        a second one.
+        """
         if not self.places.step.is_open:
             raise SequenceError("the step of this cache has ended; open another one for the next forward")
         self._check_inputs()
@@ -73,6 +78,8 @@ class GivenStep:
                 f"the step was opened for {self.places.num_new_tokens} new tokens a sequence, "
                 f"but the forward has {num_new_tokens}; open another step for them"
             )
+        if not torch.compiler.is_compiling():  # what is traced must not depend on what was called before
+            self._check_first(layer, name, is_read)
         return self.places
 
     def leave(self, layer: int) -> None:
@@ -86,6 +93,16 @@ class GivenStep:
         """The first column and the number of columns of keys that the layer will read; SequenceError as for `enter`."""
         self._check_inputs()
         return self.places.extents[layer]
+
+    def _check_first(self, layer: int, name: str, is_read: bool) -> None:
+        """With one new token a read of the forward counts too, as it may change the state in place."""
+        if is_read and (self.places.num_new_tokens > 1 or not in_forward()):
+            return
+        if (layer, name, is_read) in self._touches or (layer, name, False) in self._touches:
+            raise SequenceError(
+                f"layer {layer} was already written in this step; open another step for the next forward"
+            )
+        self._touches.add((layer, name, is_read))
 
     def _check_inputs(self) -> None:
         if self._lacks_inputs:
