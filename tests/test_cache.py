@@ -307,6 +307,24 @@ def test_a_pool_of_another_model_is_refused() -> None:
         torch_uma.UnifiedCache(model, pool=pool)
 
 
+@pytest.mark.parametrize(
+    ("made_for", "used_by", "message"),
+    [
+        ("gpt_oss", "qwen3_next", "layer 0 stores k, v; this forward wants a state there"),
+        ("gpt_oss", "bamba", "layer 0 stores k, v; this forward wants a state there"),
+        ("qwen3_next", "gpt_oss", "layer 0 stores conv, recurrent; this forward wants keys and values there"),
+        ("bamba", "gpt_oss", "layer 0 stores conv, recurrent; this forward wants keys and values there"),
+    ],
+)
+def test_a_cache_of_another_model_is_told_apart(made_for: str, used_by: str, message: str) -> None:
+    cache = poisoned(model_of(made_for))
+    with pytest.raises(torch_uma.PlanError, match=f"{message}: the cache was made for another model"):
+        generate(model_of(used_by), prompts((4,)), cache=cache)
+    cache.reset()
+    tokens = generate(model_of(made_for), prompts((4,)), cache=cache, max_new_tokens=3)
+    assert torch.equal(tokens, generate(model_of(made_for), prompts((4,)), max_new_tokens=3))
+
+
 @pytest.mark.parametrize(("lifetime", "num_rows"), [(torch_uma.Chunk(8), 2), (torch_uma.Full(), 3)])
 def test_layers_that_no_cache_serves_are_refused_at_once(lifetime: Any, num_rows: int) -> None:
     rows = tuple(torch_uma.Row(name=name, shape=(2, 16), dtype=torch.float32) for name in "kvx"[:num_rows])

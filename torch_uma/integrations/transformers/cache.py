@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache
 
 from torch_uma.counts import whole
 from torch_uma.errors import PlanError, SequenceError
-from torch_uma.integrations.transformers.layers import StateLayer, make_layers, parts_of
+from torch_uma.integrations.transformers.layers import AttentionLayer, StateLayer, make_layers, parts_of
 from torch_uma.integrations.transformers.places import StepPlaces
 from torch_uma.integrations.transformers.rows import CacheRows
 from torch_uma.integrations.transformers.steps import GivenStep, OwnSteps
@@ -153,7 +153,7 @@ class UnifiedCache(Cache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Stores new keys and values of a layer; returns all that the step attends to. PlanError for no such layer."""
-        self._check_layer(layer_idx)
+        self._check_layer(layer_idx, AttentionLayer, "keys and values")
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def update_conv_state(
@@ -238,18 +238,23 @@ class UnifiedCache(Cache):
             raise SequenceError("the rows of a step belong to the loop that opened it; use the sequences themselves")
         return self._steps
 
-    def _check_layer(self, layer_idx: int) -> None:
+    def _check_layer(self, layer_idx: int, kind: type, wanted: str) -> None:
         if layer_idx >= len(self.layers):
             raise PlanError(
                 f"the forward has a layer {layer_idx}, but the pool's plan has {len(self.layers)} layers; use a pool "
                 "that was made for this model"
             )
+        if not isinstance(self.layers[layer_idx], kind):
+            names = [row.name for memory in self._declared[layer_idx].memories for row in memory.rows]
+            raise PlanError(
+                f"layer {layer_idx} stores {', '.join(names) or 'nothing'}; this forward wants {wanted} there: "
+                "the cache was made for another model"
+            )
 
     def _state_layer(self, layer_idx: int) -> StateLayer:
-        self._check_layer(layer_idx)
+        self._check_layer(layer_idx, StateLayer, "a state")
         layer = self.layers[layer_idx]
-        if not isinstance(layer, StateLayer):
-            raise ValueError(f"layer {layer_idx} has no state; it is a {type(layer).__name__}")
+        assert isinstance(layer, StateLayer)
         return layer
 
 
