@@ -358,3 +358,14 @@ def test_an_arena_that_is_full_is_out_of_memory() -> None:
         generate(model, prompts((5,)), cache=cache, max_new_tokens=400)
     assert not caught.value.quote.fits_empty
     cache.pool.check()
+
+
+def test_no_more_tokens_are_removed_than_there_are() -> None:
+    model = model_of("gpt_oss")
+    cache = poisoned(model)
+    generate(model, prompts((4, 6)), cache=cache, max_new_tokens=5)
+    with pytest.raises(torch_uma.SequenceError, match="cannot remove 200 of 10 tokens"):
+        cache.crop(-200)
+    assert cache.get_seq_length() == 10
+    cache.crop(-10)
+    assert cache.get_seq_length() == 0

@@ -189,10 +189,12 @@ class UnifiedCache(Cache):
         self._own().reset()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Takes the last `-tokens_to_remove` tokens of every row back; SequenceError for states and left windows."""
+        """`crop(-n)` removes the last n tokens of every row; SequenceError for states, left windows and too many."""
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes the negative number of tokens to remove, not {tokens_to_remove}")
         rows = self._own().at_rest()
+        if -tokens_to_remove > rows.length:
+            raise SequenceError(f"cannot remove {-tokens_to_remove} of {rows.length} tokens")
         if tokens_to_remove:
             rows.crop(rows.length + tokens_to_remove)
 
