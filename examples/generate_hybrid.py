@@ -151,6 +151,9 @@ def num_resident(pool: CachePool, num_tokens: int) -> int:
 def show_capacity(model: PreTrainedModel, max_tokens: int) -> None:
     """Requests that fit into one budget: the arena, and two fixed pools at several splits."""
     plan = torch_uma.plan(model, memory="1GiB", num_tokens=max_tokens)
+    if len(plan.subpools) < 2:
+        console.print(f"one kind of memory only ({plan.subpools[0].name}): there is nothing to split")
+        return
     memory = 40 * plan.bytes_per_sequence(max_tokens) + 4 * plan.sink_bytes
     low, high = plan.subpools[0].name, plan.subpools[-1].name
     shares = (0.1, 0.3, 0.5, 0.7)
@@ -161,7 +164,7 @@ def show_capacity(model: PreTrainedModel, max_tokens: int) -> None:
             split = {low: share, high: 1 - share}
             counts.append(num_resident(CachePool(model, memory=memory, max_sequences=1024, split=split), num_tokens))
         table.add_row(str(num_tokens), *map(str, counts))
-    console.print(f"requests that fit into {memory:,} bytes; split: two fixed pools, that share for {low!r}")
+    console.print(f"requests that fit into {memory:,} bytes; split: fixed pools instead, that share for {low!r}")
     console.print(table)
 
 
@@ -239,11 +242,17 @@ def main() -> None:
     parser.add_argument("--model", help="a checkpoint with its tokenizer; without it, three tiny models on bytes")
     parser.add_argument("--text", type=Path, default=HERE / "alice.txt", help="a text file to cut prompts from")
     parser.add_argument("--quality", action="store_true", help="compare log-probabilities over the text as well")
-    parser.add_argument("--prompts", type=int, default=4)
-    parser.add_argument("--new-tokens", type=int, default=120)
+    parser.add_argument(
+        "--prompts", type=int, default=4, help="prompts of the smaller wave; the other has four times as many"
+    )
+    parser.add_argument("--new-tokens", type=int, default=120, help="tokens that each prompt is answered with")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
     transformers.logging.set_verbosity_error()  # it names each kernel that has only its plain torch version here
+    if not arguments.text.is_file():
+        parser.error(f"--text {arguments.text} is no file")
+    if min(arguments.prompts, arguments.new_tokens) < 1:
+        parser.error("--prompts and --new-tokens are at least 1")
     text = arguments.text.read_text()
     if arguments.model is None:
         torch.set_num_threads(1)  # matrices this small only lose by being split
@@ -252,7 +261,9 @@ def main() -> None:
         tokenizer = AutoTokenizer.from_pretrained(arguments.model)
         models = [(arguments.model, AutoModelForCausalLM.from_pretrained(arguments.model, dtype="auto").eval())]
         tokens = tokenizer(text).input_ids
-        pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+        pad = next((token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None), 0)
+    if len(tokens) < 4 * (4 * arguments.prompts) ** 2:
+        parser.error(f"--text has {len(tokens)} tokens, too few for so many prompts of unequal length")
     agree = True
     for name, model in models:
         model.to(arguments.device)

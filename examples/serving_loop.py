@@ -13,8 +13,7 @@ NUM_NEW_TOKENS = 40
 @torch.no_grad()
 def serve(model: torch.nn.Module, pool: CachePool, requests: list[list[int]]) -> list[list[int]]:
     """Prompt and greedy answer of each request, in the order of `requests`, which are prompts."""
-    texts = [list(prompt) for prompt in requests]
-    waiting = deque(range(len(texts)))
+    texts, waiting = [list(prompt) for prompt in requests], deque(range(len(requests)))
     running: dict[int, Sequence] = {}  # by request, the youngest last
     may_admit = True
     while waiting or running:
@@ -51,6 +50,7 @@ def serve(model: torch.nn.Module, pool: CachePool, requests: list[list[int]]) ->
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)  # matrices this small only lose by being split
     model = build("gpt_oss", attention="eager")
     pool = CachePool(model, memory="160KiB", page_size=4)
     requests = [prompts((n,), seed=n)["input_ids"][0].tolist() for n in (50, 9, 30, 31, 60, 5, 48, 20)]

@@ -168,3 +168,10 @@ def test_an_arena_on_the_meta_device_has_views_and_no_memory(small_plan):
     view = arena.view(subpool, placed.layer, placed.row.name)
     assert view.is_meta and view.shape[:2] == (subpool.num_pages, subpool.page_size)
     arena.relocate(subpool.index, np.array([1]), np.array([2]))
+
+
+def test_more_memory_than_there_is_is_refused() -> None:
+    row = Row(name="k", shape=(4,), dtype=torch.float32)
+    huge = plan([Layer(memories=(Memory(lifetime=Full(), rows=(row,)),))], memory="4096TiB")
+    with pytest.raises(PlanError, match="4,503,599,627,370,496 bytes could not be allocated on cpu; give less memory"):
+        Arena(huge, device="cpu")

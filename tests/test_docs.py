@@ -2,15 +2,19 @@
 
 import re
 from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import BUILDERS, build, prompts
 
 import torch_uma
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def run_block(document: str, number: int = 0) -> dict[str, object]:
-    """The names that a document's Python block leaves behind."""
-    names: dict[str, object] = {}
+def run_block(document: str, number: int = 0, **names: Any) -> dict[str, Any]:
+    """The names that a document's Python block leaves behind, given these."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(), re.DOTALL)
     exec(blocks[number], names)
     return names
@@ -42,6 +46,31 @@ def test_the_arena_of_the_drawing_is_what_the_plan_gives():
         (s.name, s.grows, s.page_bytes, s.origin_bytes, s.first_page, s.num_pages) for s in example.subpools
     ]
     assert (example.arena_bytes, example.sink_bytes) == (4096, 640)
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_what_the_readme_does_with_a_model(name):
+    model = build(name, attention="eager")
+    given = {"model": model, "inputs": prompts((9, 4)), "prompt": prompts((12,))["input_ids"]}
+    given = run_block("README.md", 0, **given)
+    assert given["cache"].get_seq_length() > 9
+    given = run_block("README.md", 1, **given)
+    assert given["branch"].pool.closed and given["logits"].shape[1] == 1
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_what_the_usage_page_does(name):
+    model = build(name, attention="eager")
+    with torch_uma.CachePool(model, memory="4MiB") as pool:
+        first, second = pool.add_many([5, 7])
+        for sequence, length in ((first, 4), (second, 6)):
+            with torch.no_grad(), pool.step({sequence: length}) as cache:
+                model(prompts((length,))["input_ids"], cache=cache, **cache.inputs())
+        run_block(
+            "docs/usage.md", 0, first=first, second=second, pool=pool, model=model, input_ids=torch.tensor([[1], [2]])
+        )
+        assert (first.length, second.length) == (5, 7)
+        pool.check()
 
 
 def test_the_readme_makes_a_pool_without_a_model_library():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given
@@ -92,4 +94,20 @@ def test_stride_padding_only_off_multiples_of_4_kib() -> None:
 )
 def test_refused(declare, words: str) -> None:
     with pytest.raises(PlanError, match=words):
+        declare()
+
+
+@pytest.mark.parametrize(
+    "declare",
+    [
+        lambda: Row(name="k", shape=8, dtype=torch.float32),
+        lambda: Row(name="k", shape=("a",), dtype=torch.float32),
+        lambda: Row(name="k", shape=(8,), dtype="bf16"),
+        lambda: Window("a"),
+        lambda: Chunk(2.5),
+        lambda: Memory(lifetime=Full(), rows=Row(name="k", shape=(8,), dtype=torch.float32)),
+    ],
+)
+def test_declarations_of_wrong_types_are_refused(declare: Callable[[], object]) -> None:
+    with pytest.raises(PlanError, match="not|given"):
         declare()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -375,8 +376,10 @@ def test_shares_that_are_not_given_are_equal_parts_of_the_rest() -> None:
     assert [(grid.first_page, grid.num_pages) for grid in all_given] == [(0, 9), (22, 32), (97, 112)]
 
 
-@pytest.mark.parametrize("shares", [{"states": 0.5}, {"state": -0.1}, {"state": 1.1}, {"state": 0.6, "full": 0.5}])
-def test_shares_that_make_no_sense_are_refused(shares: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    "shares", [{"states": 0.5}, {"state": -0.1}, {"state": 1.1}, {"state": 0.6, "full": 0.5}, {"state": "a"}, 0.5]
+)
+def test_shares_that_make_no_sense_are_refused(shares: Any) -> None:
     makers: list[Callable[[], Allocator]] = [
         lambda: Allocator(small_plan("one_float"), hints=shares),
         lambda: Allocator(small_plan("one_float"), split=shares),

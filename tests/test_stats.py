@@ -95,10 +95,10 @@ def test_a_sub_pool_is_found_by_name() -> None:
 def test_the_table_for_people() -> None:
     assert str(busy().stats()).splitlines() == [
         "arena 4,096 bytes: 944 live, 96 holes, 96 quarantined, 2,864 gap, 0 slack, 96 sink, 0 moved so far",
-        "sub-pool                  live     holes  quarantined  capacity      peak     moved of",
-        "state                        3         0            0        19         3         0  208 bytes",
-        "window_8                     2         1            1        41         4         0  96 bytes",
-        "full                         4         0            0       125         5         0  32 bytes",
+        "pages                     live     holes  quarantined  capacity      peak     moved  of bytes",
+        "state                        3         0            0        19         3         0  208",
+        "window_8                     2         1            1        41         4         0  96",
+        "full                         4         0            0       125         5         0  32",
     ]
 
 

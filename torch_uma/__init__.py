@@ -18,9 +18,11 @@ from torch_uma.errors import (
     TorchUmaError,
 )
 from torch_uma.layout import Chunk, Full, Layer, Memory, Row, State, Window
+from torch_uma.placement import Quote
 from torch_uma.plan import Plan, plan
 from torch_uma.pool import CachePool
 from torch_uma.sequence import Sequence
+from torch_uma.stats import Stats
 
 if TYPE_CHECKING:
     from torch_uma import testing
@@ -43,10 +45,12 @@ __all__ = [
     "PageError",
     "Plan",
     "PlanError",
+    "Quote",
     "Row",
     "Sequence",
     "SequenceError",
     "State",
+    "Stats",
     "ThreadError",
     "TorchUmaError",
     "UnifiedCache",

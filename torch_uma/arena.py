@@ -28,7 +28,13 @@ class Arena:
         if out is None:
             # A tensor that is made in inference mode could not be written outside of it.
             with torch.inference_mode(False):
-                out = torch.empty(plan.arena_bytes, dtype=torch.uint8, device=device)
+                try:
+                    out = torch.empty(plan.arena_bytes, dtype=torch.uint8, device=device)
+                except RuntimeError as error:
+                    raise PlanError(
+                        f"an arena of {plan.arena_bytes:,} bytes could not be allocated on "
+                        f"{device or 'the default device'}; give less memory ({error})"
+                    ) from error
         self.bytes = _checked(out, plan.arena_bytes, device)
         self._typed: dict[torch.dtype, Tensor] = {}
 

@@ -83,6 +83,10 @@ class Row:
     dtype: torch.dtype
 
     def __post_init__(self) -> None:
+        if not isinstance(self.shape, tuple) or not all(isinstance(size, int) for size in self.shape):
+            raise PlanError(f"the shape of row {self.name!r} is a tuple of whole numbers, not {self.shape!r}")
+        if not isinstance(self.dtype, torch.dtype):
+            raise PlanError(f"the dtype of row {self.name!r} is a torch.dtype, not {self.dtype!r}")
         if any(size < 0 for size in self.shape):
             raise PlanError(f"row {self.name!r} has the shape {self.shape}; sizes cannot be negative")
 
@@ -106,6 +110,8 @@ class Memory:
         _check_count("a group of tokens", self.tokens_per_entry)
         if isinstance(self.lifetime, State) and self.tokens_per_entry != 1:
             raise PlanError(f"a state has one entry a sequence, not one for {self.tokens_per_entry} tokens")
+        if not isinstance(self.rows, tuple) or not all(isinstance(row, Row) for row in self.rows):
+            raise PlanError(f"the rows of a memory are a tuple of Row, not {self.rows!r}")
         if not self.rows:
             raise PlanError("a memory needs at least one row; a layer that stores nothing has no memories")
         names = [row.name for row in self.rows]
@@ -169,5 +175,5 @@ def lay_out(rows: Iterable[tuple[int, Row]], *, pad_entry: bool = False) -> Entr
 
 
 def _check_count(what: str, num_tokens: int) -> None:
-    if num_tokens < 1:
-        raise PlanError(f"{what} holds at least one token, but it was given {num_tokens}")
+    if not isinstance(num_tokens, int) or num_tokens < 1:
+        raise PlanError(f"{what} holds at least one token, but it was given {num_tokens!r}")

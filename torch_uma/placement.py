@@ -26,18 +26,35 @@ class Grid(NamedTuple):
 
 
 class Quote(NamedTuple):
-    """The answer to a demand: whether it fits, how, and at what cost; or what binds and what would help."""
+    """The answer to a demand: whether it fits, how, and at what cost; or what binds and what would help.
 
-    demand: tuple[int, ...]  # pages per sub-pool, in band order
+    A quote is true if the demand fits, so `if pool.quote(512):` asks just that.
+
+    Attributes:
+        demand: pages that were asked for, by sub-pool in band order.
+        how: "in_place"; after a "compact" of the bands at the ends; after floats were moved, "redistribute"; or
+            "refused".
+        move_bytes: bytes that have to be moved first.
+        binding: of a refusal, the first sub-pool whose demand no longer fits on top of those before it.
+        relief: of a refusal, for each sub-pool the least number of unpinned pages whose release alone would help, or
+            None.
+        fits_empty: False if not even an empty arena would hold it.
+    """
+
+    demand: tuple[int, ...]
     how: Literal["in_place", "compact", "redistribute", "refused"]
     move_bytes: int = 0
-    binding: str | None = None  # the first sub-pool whose demand no longer fits on top of those before it
-    relief: dict[str, int | None] | None = None  # least unpinned pages whose release alone would help, by sub-pool
-    fits_empty: bool = True  # False: not even an empty arena holds it
+    binding: str | None = None
+    relief: dict[str, int | None] | None = None
+    fits_empty: bool = True
 
     @property
     def fits(self) -> bool:
+        """Whether `reserve` would succeed."""
         return self.how != "refused"
+
+    def __bool__(self) -> bool:
+        return self.fits
 
 
 def lowest_spans(

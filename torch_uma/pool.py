@@ -56,13 +56,17 @@ class CachePool:
     Args:
         source: a plan; or a transformers model, a config or a sequence of Layer, from which a plan is made.
         memory: bytes, "8GiB", or a fraction of the device's free memory; 0.5 of it by default. Not with a plan.
-        page_size: entries of a page. Not with a plan, which has its own.
+        page_size: entries of a page, 16 by default. Not with a plan, which has its own.
         max_sequences: sequences that can exist at once.
         max_tokens: longest sequence; by default what the arena can hold, within reason (64 MiB of page tables).
         device: where the arena lies; by default where the model is. On CUDA all work is enqueued on the stream current
             now.
         dtype: of the activations, where a config does not say it.
-        hints, split: shares of the arena by sub-pool name, see Allocator.
+        hints: share of the arena by sub-pool name; says where floating bands start, limits nothing.
+        split: share of the arena by sub-pool name, those left out have what remains in equal parts; freezes the
+            frontiers there, which makes fixed pools to compare with.
+
+    What a loop needs: `add` (or ask `quote` first), `step`, `stats`, and `close` or a `with` block around it all.
 
     One thread drives a pool: every call from another raises ThreadError. After `close()` every call raises ClosedError.
     No call waits for the device, except `check()` and the first use of a pool's device.
@@ -73,7 +77,7 @@ class CachePool:
         source: Any,
         *,
         memory: int | float | str | None = None,
-        page_size: int = 16,
+        page_size: int | None = None,
         max_sequences: int = 256,
         max_tokens: int | None = None,
         device: torch.device | str | None = None,
@@ -271,8 +275,10 @@ class CachePool:
     def close(self) -> None:
         """Give the memory back, as soon as nobody holds a view of it; sequences end with it.
 
-        Raises SequenceError while a step is open, LeaseError while pages are leased.
+        A second call does nothing. Raises SequenceError while a step is open, LeaseError while pages are leased.
         """
+        if self.closed:
+            return
         self.guard.enter()
         if self.guard.steps:
             raise SequenceError(
@@ -284,6 +290,18 @@ class CachePool:
             raise LeaseError(f"pages are still leased by {', '.join(users)}; close those leases before the pool")
         self.guard.closed = True
         self._arena = self._sequences = None
+
+    def __enter__(self) -> CachePool:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if kind is None:  # otherwise what may still be open would hide the error, and the memory goes with the pool
+            self.close()
+
+    def __repr__(self) -> str:
+        names = ", ".join(subpool.name for subpool in self.plan.subpools)
+        state = "closed" if self.closed else f"{self.plan.arena_bytes:,} bytes on {self.device}"
+        return f"CachePool({names}; {state})"
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -358,12 +376,19 @@ class CachePool:
 
 
 def _plan_of(
-    source: Any, memory: int | float | str | None, page_size: int, dtype: torch.dtype | None, device: torch.device
+    source: Any,
+    memory: int | float | str | None,
+    page_size: int | None,
+    dtype: torch.dtype | None,
+    device: torch.device,
 ) -> Plan:
     if isinstance(source, Plan):
         if memory is not None:
             raise PlanError("a plan has its memory already; give either a plan or memory=")
+        if page_size is not None or dtype is not None:
+            raise PlanError("a plan has its page_size and dtypes already; give either a plan or these")
         return source
+    page_size = 16 if page_size is None else page_size
     num_bytes = parse_memory(memory, device)
     if num_bytes is None:
         num_bytes = int(FREE_SHARE * free_bytes(device))

@@ -305,11 +305,15 @@ class Room:
 def _edges(plan: Plan, shares: Mapping[str, float]) -> list[tuple[int, int]]:
     """The region of each sub-pool in bytes: shares of the arena above the sink, what is left in equal parts."""
     names = [subpool.name for subpool in plan.subpools]
-    unknown = sorted(set(shares) - set(names))
-    if unknown or any(not 0 <= share <= 1 for share in shares.values()) or sum(shares.values()) > 1 + 1e-9:
+    is_sound = isinstance(shares, Mapping) and all(isinstance(share, int | float) for share in shares.values())
+    if (
+        not is_sound
+        or not set(shares) <= set(names)
+        or any(not 0 <= share <= 1 for share in shares.values())
+        or sum(shares.values()) > 1 + 1e-9
+    ):
         raise PlanError(
-            f"shares {dict(shares)} must be at least 0, at most 1 in all, and name sub-pools of the plan: "
-            f"{', '.join(names)}"
+            f"shares {shares} must be at least 0, at most 1 in all, and name sub-pools of the plan: {', '.join(names)}"
         )
     rest = (1 - sum(shares.values())) / max(1, len(names) - len(shares))
     usable_bytes = plan.arena_bytes - plan.sink_bytes

@@ -83,11 +83,12 @@ class Stats:
             f"arena {self.capacity_bytes:,} bytes: {self.live_bytes:,} live, {self.hole_bytes:,} holes, "
             f"{self.quarantined_bytes:,} quarantined, {self.gap_bytes:,} gap, {self.slack_bytes:,} slack, "
             f"{self.sink_bytes:,} sink, {self.moved_bytes:,} moved so far",
-            f"{'sub-pool':<20}{'live':>10}{'holes':>10}{'quarantined':>13}{'capacity':>10}{'peak':>10}{'moved':>10} of",
+            f"{'pages':<20}{'live':>10}{'holes':>10}{'quarantined':>13}{'capacity':>10}{'peak':>10}{'moved':>10}"
+            "  of bytes",
         ]
         lines += [
             f"{s.name:<20}{s.live_pages:>10}{s.hole_pages:>10}{s.quarantined_pages:>13}{s.capacity_pages:>10}"
-            f"{s.peak_pages:>10}{s.moved_pages:>10}  {s.page_bytes:,} bytes"
+            f"{s.peak_pages:>10}{s.moved_pages:>10}  {s.page_bytes:,}"
             for s in self.subpools
         ]
         return "\n".join(lines)
