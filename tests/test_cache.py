@@ -369,3 +369,30 @@ def test_no_more_tokens_are_removed_than_there_are() -> None:
     assert cache.get_seq_length() == 10
     cache.crop(-10)
     assert cache.get_seq_length() == 0
+
+
+@pytest.mark.parametrize("by", ["more tokens", "a larger batch", "forks", "repeats"])
+@pytest.mark.parametrize("name", MODELS)
+def test_an_arena_of_the_first_batch_says_so_when_it_is_full(name: str, by: str) -> None:
+    model = model_of(name)
+    cache = torch_uma.UnifiedCache(model, max_tokens=40)
+    generate(model, prompts((8, 8)), cache=cache, max_new_tokens=2)
+    held = [cache]
+    inputs = prompts((8, 8))
+    with pytest.raises(torch_uma.OutOfMemory, match="was sized for the first batch of 2 rows; give memory=$"):
+        match by:
+            case "more tokens":
+                generate(model, prompts((999, 999)), cache=cache, max_new_tokens=2)
+            case "a larger batch":
+                cache.reset()
+                generate(model, prompts((30,) * 9), cache=cache, max_new_tokens=2)
+            case "forks":
+                for _ in range(9):
+                    held.append(copy.deepcopy(cache))
+                    longer = torch.cat([inputs["input_ids"]] * 4, dim=1)
+                    generate(model, {"input_ids": longer, "attention_mask": torch.ones_like(longer)}, cache=held[-1])
+            case "repeats":
+                cache.batch_repeat_interleave(9)
+                longer = torch.cat([inputs["input_ids"]] * 4, dim=1).repeat_interleave(9, dim=0)
+                generate(model, {"input_ids": longer, "attention_mask": torch.ones_like(longer)}, cache=cache)
+    cache.pool.check()

@@ -35,8 +35,9 @@ class UnifiedCache(Cache):
 
     `model_or_config`: of the model that will use it. `pool`: share this one; otherwise the cache makes its own of
     `memory` (bytes, "2GiB" or a fraction of the free memory). Without `memory` it takes, at the first forward, what the
-    batch needs for `max_tokens` each, or without that half of the free memory; it logs what it took at INFO. With
-    `max_tokens` the keys and values of full attention are handed over as views with no copy. `page_size` (16),
+    batch needs for `max_tokens` each, sized for the first batch and no more: give memory= if you will fork, beam or
+    batch more. Without both it takes half of the free memory. It logs what it took at INFO. With `max_tokens` the keys
+    and values of full attention are handed over as views with no copy. `page_size` (16),
     `max_sequences` (rows, forks and beams that can exist at once; at least 256 by default), `dtype` (of activations)
     and `device` (those of the model) are for the pool that it makes. PlanError for a pool made for another model.
 
@@ -185,7 +186,7 @@ class UnifiedCache(Cache):
         return self._steps.length()
 
     def reset(self) -> None:
-        """Frees the rows; the next forward starts again, with any batch size."""
+        """Frees the rows; the next forward starts again, with any batch size that fits."""
         self._own().reset()
 
     def crop(self, tokens_to_remove: int) -> None:

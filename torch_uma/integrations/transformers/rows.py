@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -46,6 +47,7 @@ class CacheRows:
         self._make_pool = make_pool
         self._batch: Batch | None = None
         self._room_tokens = 0
+        self._num_sized_for: int | None = None  # rows, if the pool was made for so many of `max_tokens`
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -60,13 +62,15 @@ class CacheRows:
         assert not self.sequences
         if self.pool is None:
             self.pool = self._make_pool(num_rows, device)
+            self._num_sized_for = None if self.max_tokens is None else num_rows
         if self.pool.closed:
             raise _closed_error()
         allocator = self.pool.allocator  # which first takes back what earlier rows have let go of
         sequences: list[Sequence] = []
         try:
-            for _ in range(num_rows):
-                sequences.append(self.pool.add())
+            with self._says_size():
+                for _ in range(num_rows):
+                    sequences.append(self.pool.add())
         except TorchUmaError:
             _free(sequences)
             raise
@@ -83,13 +87,14 @@ class CacheRows:
         forks: list[Sequence] = []
         chosen: list[Sequence] = []
         try:
-            for sequence in wanted:
-                if sequence in unused:
-                    unused.remove(sequence)
-                    chosen.append(sequence)
-                else:
-                    forks.append(sequence.fork())
-                    chosen.append(forks[-1])
+            with self._says_size():
+                for sequence in wanted:
+                    if sequence in unused:
+                        unused.remove(sequence)
+                        chosen.append(sequence)
+                    else:
+                        forks.append(sequence.fork())
+                        chosen.append(forks[-1])
         except TorchUmaError:
             _free(forks)
             raise
@@ -100,10 +105,12 @@ class CacheRows:
         """Rows with the same content, for another cache. All of them or none."""
         self.check_whole()
         other = CacheRows(self._make_pool, pool=self.pool, max_tokens=self.max_tokens)
+        other._num_sized_for = self._num_sized_for
         forks: list[Sequence] = []
         try:
-            for sequence in self.sequences:
-                forks.append(sequence.fork())
+            with self._says_size():
+                for sequence in self.sequences:
+                    forks.append(sequence.fork())
         except TorchUmaError:
             _free(forks)
             raise
@@ -137,18 +144,19 @@ class CacheRows:
             raise _closed_error()
         self.check_whole()
         num_tokens = self.length + num_new_tokens
-        try:
-            self._make_room(num_tokens)
-            return self.pool.begin(self._batch, num_new_tokens)
-        except OutOfMemory as error:
-            lengths = [sequence.length for sequence in self.sequences]
-            message = (
-                f"{error}; the {len(lengths)} rows of this cache hold {lengths} tokens, as before, "
-                f"and were to take {num_new_tokens} more each"
-            )
-            if self.max_tokens is not None and num_tokens > self.max_tokens:
-                message += f", which is more than the max_tokens={self.max_tokens} that the cache was made for"
-            raise OutOfMemory(message, error.quote) from error
+        with self._says_size():
+            try:
+                self._make_room(num_tokens)
+                return self.pool.begin(self._batch, num_new_tokens)
+            except OutOfMemory as error:
+                lengths = [sequence.length for sequence in self.sequences]
+                message = (
+                    f"{error}; the {len(lengths)} rows of this cache hold {lengths} tokens, as before, "
+                    f"and were to take {num_new_tokens} more each"
+                )
+                if self.max_tokens is not None and num_tokens > self.max_tokens:
+                    message += f", which is more than the max_tokens={self.max_tokens} that the cache was made for"
+                raise OutOfMemory(message, error.quote) from error
 
     def state(self, layer: int, name: str) -> torch.Tensor | None:
         """A copy of the state row `name` of `layer`, [rows, *shape]; None while no row has one."""
@@ -171,6 +179,16 @@ class CacheRows:
                 "the states of this cache are half written, as a forward was stopped after it had begun to change them "
                 "in place; reset() the cache and start again with the whole text"
             ) from None
+
+    @contextmanager
+    def _says_size(self) -> Iterator[None]:
+        try:
+            yield
+        except OutOfMemory as error:
+            if self._num_sized_for is None:
+                raise
+            sized = f"the arena was sized for the first batch of {self._num_sized_for} rows; give memory="
+            raise OutOfMemory(f"{error}; {sized}", error.quote) from error
 
     def _hold(self, sequences: list[Sequence]) -> None:
         assert self.pool is not None
