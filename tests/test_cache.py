@@ -396,3 +396,15 @@ def test_an_arena_of_the_first_batch_says_so_when_it_is_full(name: str, by: str)
                 longer = torch.cat([inputs["input_ids"]] * 4, dim=1).repeat_interleave(9, dim=0)
                 generate(model, {"input_ids": longer, "attention_mask": torch.ones_like(longer)}, cache=cache)
     cache.pool.check()
+
+
+def test_a_model_of_fewer_layers_is_told_so(caplog: pytest.LogCaptureFixture) -> None:
+    options = {"vocab_size": 260, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 64}
+    models = [LlamaForCausalLM(LlamaConfig(**options, num_hidden_layers=num)).eval() for num in (3, 2)]
+    cache = torch_uma.UnifiedCache(models[0], memory=MEMORY)
+    generate(models[0], prompts((5,)), cache=cache, max_new_tokens=3)
+    cache.reset()
+    assert not caplog.records
+    generate(models[1], prompts((5,)), cache=cache, max_new_tokens=2)
+    assert "ended before layer 2, so its tokens were not kept" in caplog.text
+    assert "made for another model" in caplog.text

@@ -6,6 +6,7 @@ Owns the moment at which a step begins and ends: a step that a loop opened with 
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterable
 from types import FrameType
@@ -22,6 +23,8 @@ from torch_uma.layout import Lifetime
 
 if TYPE_CHECKING:
     from torch_uma.pool import CachePool
+
+_log = logging.getLogger(__name__)
 
 Part = tuple[int, str]
 """A layer, and "tokens" or the name of one of its state rows."""
@@ -255,11 +258,21 @@ class OwnSteps:
             if is_new:
                 self.reset()
             raise
+        self._tell_cut()
         step.on_settle = self._rest
         self._waiting = set(self._parts)
         self._touches = set()
         self._last_layer = None
         self._announced = None
+
+    def _tell_cut(self) -> None:
+        """Warns: a forward through fewer layers looks like one that was interrupted, and only the user can tell."""
+        if self._was_cut and len({layer for layer, _, _ in self._touches}) > 1:
+            _log.warning(
+                "a forward ended before layer %d, so its tokens were not kept; if nothing interrupted it, the cache "
+                "was made for another model",
+                min(self._waiting)[0],
+            )
 
     def _rest(self) -> None:
         """What the pool calls before its other operations: `settle`, unless the forward still runs, as in a hook.
