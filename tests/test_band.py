@@ -311,3 +311,22 @@ def test_a_band_of_quarantined_pages_alone_keeps_its_span() -> None:
     band = band_of()
     band.pull_back()
     assert band.span == EMPTY
+
+
+@pytest.mark.parametrize("every", [1, 7, 400, 5000])
+def test_the_lowest_and_highest_pages_are_found_however_far_they_lie(every: int) -> None:
+    num_pages = 4001
+    tables = PageTables([3, num_pages])
+    band = Band(1, Grid(0, 16, 1, num_pages, "up"), 1, tables)
+    band.extend(1, num_pages)
+    held = np.arange(1, num_pages)[every - 1 :: every]
+    band.claim_holes(held)
+    tables.occupied[band.base + held] = 1
+    free = np.setdiff1d(np.arange(1, num_pages), held)
+    for start, end in ((1, num_pages), (1, 1), (90, 95), (17, 3333)):
+        assert band.count_held(start, end) == np.count_nonzero((held >= start) & (held < end))
+        for is_held, pages in ((True, held), (False, free)):
+            inside = pages[(pages >= start) & (pages < end)].tolist()
+            for count in (0, 1, 5, 300, 9000):
+                assert band.lowest(count, start, end, held=is_held).tolist() == inside[:count]
+                assert band.highest(count, start, end, held=is_held).tolist() == inside[max(0, len(inside) - count) :]

@@ -24,6 +24,7 @@ from torch_uma.placement import EMPTY, Grid, Span
 PageArray = npt.NDArray[np.int64]  # pages, places and ids: int64 is what numpy indexes with fastest
 
 NO_PAGE = -1
+_FEW_PAGES = 1024  # up to so many, counting bytes beats a vector operation
 SINK = -2  # what `owner` says of the sink's pages, so that no id can ever name them
 
 
@@ -134,7 +135,35 @@ class Band:
         """How many pages of `[start, end)` are live or quarantined."""
         if end <= start:
             return 0
-        return self.tables.occupied_bytes.count(1, self.base + start, self.base + end)
+        start, end = self.base + start, self.base + end
+        if end - start > _FEW_PAGES:
+            return int(np.count_nonzero(self.tables.occupied[start:end]))
+        return self.tables.occupied_bytes.count(1, start, end)
+
+    def lowest(self, count: int, start: int, end: int, *, held: bool) -> PageArray:
+        """The lowest `count` held (or free) pages of `[start, end)`, or all if there are fewer; ascending.
+
+        Looks at a few pages first and at more only if it must, so it does not grow with the span.
+        """
+        occupied = self.tables.occupied[self.base : self.base + end]
+        width = 2 * count + 64
+        while True:
+            until = min(end, start + width)
+            pages = np.flatnonzero(occupied[start:until] == held) + start
+            if len(pages) >= count or until == end:
+                return pages[:count]
+            width *= 4
+
+    def highest(self, count: int, start: int, end: int, *, held: bool) -> PageArray:
+        """The highest `count` held (or free) pages of `[start, end)`, or all if there are fewer; ascending."""
+        occupied = self.tables.occupied[self.base : self.base + end]
+        width = 2 * count + 64
+        while True:
+            since = max(start, end - width)
+            pages = np.flatnonzero(occupied[since:end] == held) + since
+            if len(pages) >= count or since == start:
+                return pages[max(0, len(pages) - count) :]
+            width *= 4
 
     # Holes
 

@@ -73,18 +73,16 @@ def pack(band: Band, pin: Span | None, budget_pages: int) -> tuple[Wave, Span] |
     grows = band.grid.grows
     towards_low = grows == "up" or (grows == "float" and _cost(band, down_target) <= _cost(band, up_target))
     start, end = down_target if towards_low else up_target
-    occupied = band.tables.occupied[band.base : band.base + high]
-    holes = np.sort(band.hole_pages())
     if towards_low:
-        sources = (np.flatnonzero(occupied[end:high]) + end)[-budget_pages:]
+        sources = band.highest(min(budget_pages, high - end), end, high, held=True)
+        destinations = band.lowest(len(sources), low, high, held=False)
         if len(sources) == budget_pages:
             end = int(sources[0])
-        destinations = holes[: len(sources)]
     else:
-        sources = (np.flatnonzero(occupied[low:start]) + low)[:budget_pages]
+        sources = band.lowest(min(budget_pages, start - low), low, start, held=True)
+        destinations = band.highest(len(sources), low, high, held=False)
         if len(sources) == budget_pages:
             start = int(sources[-1]) + 1
-        destinations = holes[len(holes) - len(sources) :]
     if (start, end) == (low, high):
         return None
     return Wave(band.index, sources, destinations), (start, end)
@@ -110,9 +108,8 @@ def _wave(band: Band, target: Span) -> Wave | None:
     missing = count - len(fresh_above) - len(fresh_below)
     places = [fresh_below, fresh_above]
     if missing > 0:
-        holes = band.hole_pages()
-        holes = np.sort(holes[(holes >= start) & (holes < end)])
-        places.append(holes[-missing:] if band.grid.grows == "down" else holes[:missing])
+        choose = band.highest if band.grid.grows == "down" else band.lowest
+        places.append(choose(missing, max(low, start), min(high, end), held=False))
     sources = np.concatenate([below, above])
     destinations = np.sort(np.concatenate(places))
     assert len(sources) == len(destinations), (band.span, target, len(sources), len(destinations))
