@@ -76,7 +76,7 @@ def test_a_pool_refuses_what_it_cannot_be_made_of() -> None:
 def test_without_memory_a_share_of_what_is_free_is_taken_and_said(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("torch_uma.pool.free_bytes", lambda device: 1 << 15)
+    monkeypatch.setattr("torch_uma.budget.free_bytes", lambda device: 1 << 15)
     with caplog.at_level(logging.INFO, logger="torch_uma"):
         pool = CachePool(KINDS["full"], device="cpu")
     assert pool.plan.arena_bytes == 1 << 14

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
 from math import prod
 from typing import Any
 
@@ -64,6 +67,25 @@ class Arena:
         pages = np.stack([src_pages, dst_pages]).astype(np.int64, copy=False)
         src, dst = torch.from_numpy(pages).to(self.bytes.device, non_blocking=True)
         torch.ops.torch_uma.relocate(self.bytes, src, dst, moved.origin_bytes, moved.page_bytes)
+
+    def mover(self) -> Callable[[int, NDArray[Any], NDArray[Any]], None] | None:
+        """`relocate` on the stream that is current now, for an allocator; None on the meta device, which has no bytes.
+
+        It does not keep the arena alive.
+        """
+        device = self.bytes.device
+        if device.type == "meta":
+            return None
+        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        relocate_of = weakref.WeakMethod(self.relocate)
+
+        def move(subpool: int, src_pages: NDArray[Any], dst_pages: NDArray[Any]) -> None:
+            relocate = relocate_of()
+            assert relocate is not None
+            with torch.cuda.stream(stream) if stream is not None else nullcontext():
+                relocate(subpool, src_pages, dst_pages)
+
+        return move
 
     def _as(self, dtype: torch.dtype) -> Tensor:
         """All bytes as `dtype`, with a storage of its own over the same memory.

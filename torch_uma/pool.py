@@ -6,10 +6,8 @@ guard each own their part; models and their caches are not known here.
 
 from __future__ import annotations
 
-import logging
-import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -17,21 +15,19 @@ import numpy as np
 import torch
 
 import torch_uma.ops  # noqa: F401 (registers what the tables and steps call)
-from torch_uma.allocator import Allocator, Mover
+from torch_uma.allocator import Allocator
 from torch_uma.arena import Arena
 from torch_uma.band import PageArray
 from torch_uma.batch import Batch
 from torch_uma.books import Sequences
+from torch_uma.budget import plan_of
 from torch_uma.counts import whole
 from torch_uma.epochs import Epochs
 from torch_uma.errors import ClosedError, LeaseError, OutOfMemory, PageError, PlanError, SequenceError
 from torch_uma.guard import Guard
 from torch_uma.ledger import Lease
 from torch_uma.lifespans import Lifespans
-from torch_uma.memory import free_bytes, parse_memory
 from torch_uma.placement import Quote
-from torch_uma.plan import Plan
-from torch_uma.plan import plan as make_plan
 from torch_uma.recount import recount
 from torch_uma.runs import extend_runs
 from torch_uma.sequence import Sequence
@@ -43,11 +39,6 @@ if TYPE_CHECKING:
     from torch_uma.integrations.transformers import UnifiedCache
 
 __all__ = ["Batch", "CachePool", "Step"]
-
-_log = logging.getLogger(__name__)
-
-FREE_SHARE = 0.5
-"""Share of the free memory that a pool takes when nobody says how much."""
 
 
 class CachePool:
@@ -91,11 +82,11 @@ class CachePool:
         if device is None:
             device = getattr(source, "device", None) or torch.get_default_device()
         self.device = torch.device(device)
-        self.plan = _plan_of(source, memory, page_size, dtype, self.device)
+        self.plan = plan_of(source, memory, page_size, dtype, self.device)
         self.guard = Guard(Epochs(self.device))
         self.epoch = 0
         self._arena: Arena | None = Arena(self.plan, device=self.device)
-        allocator = Allocator(self.plan, hints=hints, split=split, mover=_mover(self._arena))
+        allocator = Allocator(self.plan, hints=hints, split=split, mover=self._arena.mover())
         tables = Tables(self.plan, allocator.v2p, num_rows=max_sequences, max_tokens=max_tokens, device=self.device)
         allocator.on_moved = tables.note_pages
         self._sequences: Sequences | None = Sequences(Lifespans(self.plan), allocator, tables)
@@ -375,27 +366,6 @@ class CachePool:
         return SequenceError("the sequence was freed; add() makes another")
 
 
-def _plan_of(
-    source: Any,
-    memory: int | float | str | None,
-    page_size: int | None,
-    dtype: torch.dtype | None,
-    device: torch.device,
-) -> Plan:
-    if isinstance(source, Plan):
-        if memory is not None:
-            raise PlanError("a plan has its memory already; give either a plan or memory=")
-        if page_size is not None or dtype is not None:
-            raise PlanError("a plan has its page_size and dtypes already; give either a plan or these")
-        return source
-    page_size = 16 if page_size is None else page_size
-    num_bytes = parse_memory(memory, device)
-    if num_bytes is None:
-        num_bytes = int(FREE_SHARE * free_bytes(device))
-        _log.info("taking %d bytes on %s, %g of what is free", num_bytes, device, FREE_SHARE)
-    return make_plan(source, memory=num_bytes, page_size=page_size, dtype=dtype, pad_entries=device.type == "cpu")
-
-
 def _take_back(books: Sequences, rows: list[int], step: Step | None) -> None:
     if step is not None:
         step.abort()
@@ -411,23 +381,6 @@ def _equal_count(sequences: Mapping[Sequence, int]) -> int:
             "open a step for each number"
         )
     return counts.pop() if counts else 1
-
-
-def _mover(arena: Arena) -> Mover | None:
-    """What copies pages, on the arena's stream; it does not keep the arena alive, since the allocator is in a cycle."""
-    device = arena.bytes.device
-    if device.type == "meta":
-        return None
-    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-    relocate_of = weakref.WeakMethod(arena.relocate)
-
-    def move(k: int, sources: PageArray, destinations: PageArray) -> None:
-        relocate = relocate_of()
-        assert relocate is not None
-        with torch.cuda.stream(stream) if stream is not None else nullcontext():
-            relocate(k, sources, destinations)
-
-    return move
 
 
 def _closed() -> ClosedError:
