@@ -1,6 +1,6 @@
 """Compaction against a plain copy of as many bytes, in turns: some 2,500 of 10,000 pages of 64 KiB move in one launch.
 
-On the CPU `relocate` copies with one thread, so that is what it is compared with; `--threads` gives the plain copy more.
+On the CPU `relocate` copies with one thread, and so does what it is compared with; `--threads` gives that one more.
 
 python benchmarks/compaction.py --json compaction.json
 """
