@@ -1,6 +1,6 @@
 """Compaction against a plain copy of as many bytes, in turns: some 2,500 of 10,000 pages of 64 KiB move in one launch.
 
-On the CPU `relocate` copies with one thread, and so does what it is compared with; `--threads` gives that one more.
+On the CPU `relocate` copies with one thread; the plain copy has torch's number of threads, or `--threads`.
 
 python benchmarks/compaction.py --json compaction.json
 """
@@ -37,7 +37,7 @@ class Launches(TorchDispatchMode):
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--rounds", type=int, default=9)
-    options.add_argument("--threads", type=int, default=1)
+    options.add_argument("--threads", type=int, default=torch.get_num_threads())
     options.add_argument("--seed", type=int, default=0)
     arguments = options.parse_args()
     torch.set_num_threads(arguments.threads)
