@@ -1,6 +1,6 @@
 """Compaction against a plain copy of as many bytes, in turns: some 2,500 of 10,000 pages of 64 KiB move in one launch.
 
-On the CPU `relocate` copies with one thread; the plain copy has torch's number of threads, or `--threads`.
+Both copy with torch's number of threads, or `--threads`.
 
 python benchmarks/compaction.py --json compaction.json
 """

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torch_uma.ops.host_copy import copy_ranges
+
 # Rows and pages move as the widest lanes that divide them: as bytes, not as numbers, so that every dtype can be indexed
 # and a NaN keeps its payload.
 _LANES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
@@ -260,21 +262,19 @@ def _strided(arena: Tensor, origin_bytes: int, stride_bytes: int, offset_bytes: 
 
 
 def _copy_pages(arena: Tensor, src_pages: Tensor, dst_pages: Tensor, origin_bytes: int, page_bytes: int) -> None:
-    """Copy pages on the host, each run of consecutive ones as a whole and without a temporary copy.
-
-    A memoryview does it in a Python loop with a tenth of the cost per copy that a tensor has.
-    """
+    """Copy pages on the host, each run of consecutive ones as a whole and without a temporary copy."""
     src, dst = src_pages.numpy(), dst_pages.numpy()
     last_page = max(src.max(initial=-1), dst.max(initial=-1))
     if origin_bytes + (last_page + 1) * page_bytes > arena.numel():
         raise IndexError(f"page {last_page} passes the end of an arena of {arena.numel()} bytes")
     starts = np.flatnonzero((np.diff(src, prepend=-2) != 1) | (np.diff(dst, prepend=-2) != 1))
-    src_bytes = (src[starts] * page_bytes + origin_bytes).tolist()
-    dst_bytes = (dst[starts] * page_bytes + origin_bytes).tolist()
-    run_bytes = (np.diff(starts, append=len(src)) * page_bytes).tolist()
-    data = arena.numpy().data
-    for source, target, num_bytes in zip(src_bytes, dst_bytes, run_bytes, strict=True):
-        data[target : target + num_bytes] = data[source : source + num_bytes]
+    run_pages = np.diff(starts, append=len(src))
+    copy_ranges(
+        arena,
+        sources=src[starts] * page_bytes + origin_bytes,
+        destinations=dst[starts] * page_bytes + origin_bytes,
+        sizes=run_pages * page_bytes,
+    )
 
 
 def _encode(values: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:

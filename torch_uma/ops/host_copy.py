@@ -1,0 +1,80 @@
+"""Copies of many byte ranges within one tensor on the host, as fast as its memory allows.
+
+Owns the choice between the loop in C, which runs on torch's number of threads, and the one in Python, which needs no
+compiler when the package is installed and has one thread, as it holds Python's lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Bytes = NDArray[np.int64]
+
+# Fewer bytes than this are copied before another thread has started.
+_BYTES_FOR_A_THREAD = 2**20
+
+# What a thread takes of the ranges at a time.
+_BYTES_AT_ONCE = 2**18
+
+
+def copy_ranges(memory: Tensor, sources: Bytes, destinations: Bytes, sizes: Bytes) -> None:
+    """Copy `sizes[i]` bytes from byte `sources[i]` of `memory` to byte `destinations[i]`.
+
+    `memory` is uint8, contiguous and on the host; all ranges lie inside it and no two overlap.
+    """
+    num_bytes = int(sizes.sum())
+    library = native()
+    if library is None or num_bytes == 0:
+        _copy_in_python(memory, sources, destinations, sizes)
+        return
+    num_threads = min(torch.get_num_threads(), 1 + num_bytes // _BYTES_FOR_A_THREAD)
+    num_at_once = 1 + len(sizes) * _BYTES_AT_ONCE // num_bytes
+    next_range = ctypes.c_int64(0)
+    numbers = [np.ascontiguousarray(each, dtype=np.int64) for each in (sources, destinations, sizes)]
+    pointers = [ctypes.c_void_p(each.ctypes.data) for each in numbers]
+    share = (
+        *(ctypes.c_void_p(memory.data_ptr()), *pointers),
+        *(ctypes.c_int64(len(sizes)), ctypes.c_int64(num_at_once), ctypes.byref(next_range)),
+    )
+    others: list[Future[None]] = []
+    try:
+        with contextlib.suppress(RuntimeError):  # no more threads to be had: this one copies what they would
+            for _ in range(num_threads - 1):
+                others.append(_helpers(os.getpid(), num_threads - 1).submit(library.torch_uma_copy_ranges, *share))
+        library.torch_uma_copy_ranges(*share)
+    finally:
+        wait(others)
+
+
+@functools.cache
+def _helpers(process: int, num_threads: int) -> ThreadPoolExecutor:
+    """Threads that copy beside the caller's; a forked process has none of its parent's, so it makes its own."""
+    return ThreadPoolExecutor(num_threads, thread_name_prefix="torch_uma_copy")
+
+
+@functools.cache
+def native() -> ctypes.CDLL | None:
+    """The loop in C; None where the package was installed without a C compiler."""
+    for suffix in EXTENSION_SUFFIXES:
+        path = Path(__file__).with_name(f"_host_copy{suffix}")
+        if path.exists():
+            return ctypes.CDLL(str(path))
+    return None
+
+
+def _copy_in_python(memory: Tensor, sources: Bytes, destinations: Bytes, sizes: Bytes) -> None:
+    """A memoryview has a tenth of the cost per copy that a tensor has."""
+    data = memory.numpy().data
+    for source, destination, size in zip(sources.tolist(), destinations.tolist(), sizes.tolist(), strict=True):
+        data[destination : destination + size] = data[source : source + size]
