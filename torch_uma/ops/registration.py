@@ -7,11 +7,14 @@ gets one of the two values, no matter which. Dtypes in a list go by name (`dtype
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torch_uma.ops import reference
+from torch_uma.ops.attend import attend
+from torch_uma.ops.attention import wide_dtype
 
 SCHEMAS = (
     "relocate(Tensor(a!) arena, Tensor src_pages, Tensor dst_pages, int origin_bytes, int page_bytes) -> ()",
@@ -26,6 +29,14 @@ SCHEMAS = (
     " -> ()",
     "release(Tensor(a!) page_table, Tensor(b!) taken, Tensor(c!) stack, Tensor rows, Tensor old_lengths,"
     " Tensor new_lengths, int page_tokens) -> ()",
+)
+
+ATTEND = (
+    "attend(Tensor arena, Tensor query, Tensor query_starts, Tensor page_table, Tensor v2p, Tensor rows,"
+    " Tensor lengths, int origin_bytes, int entry_bytes, int page_size, int[] offsets_bytes, int[] dims,"
+    " int num_kv_heads, str[] dtypes, float scale, *, int window=0, int chunk=0, float softcap=0.0,"
+    " Tensor? starts=None, Tensor? sinks=None, Tensor? mask=None, Tensor? bias=None, int first_column=0,"
+    " Tensor? indices=None, Tensor? new_key=None, Tensor? new_value=None) -> (Tensor, Tensor)"
 )
 
 
@@ -56,6 +67,12 @@ def _located(
     return torch.empty_like(positions, dtype=torch.int64, memory_format=torch.contiguous_format)
 
 
+def _attended(arena: Tensor, query: Tensor, *others: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    dims = others[9]
+    out = query.new_empty((*query.shape[:2], dims[1]))
+    return out, query.new_empty(query.shape[:2], dtype=wide_dtype(query.dtype))
+
+
 _FAKES: dict[str, Callable[..., object]] = {"gather_rows": _gathered, "locate": _located}
 
 _library = torch.library.Library("torch_uma", "DEF")
@@ -63,3 +80,7 @@ for _schema in SCHEMAS:
     _name = _library.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(_name, getattr(reference, _name), "CompositeExplicitAutograd")
     torch.library.register_fake(f"torch_uma::{_name}", _FAKES.get(_name, _nothing), lib=_library)
+
+_library.define(ATTEND, tags=(torch.Tag.pt2_compliant_tag,))
+_library.impl("attend", attend, "CompositeExplicitAutograd")
+torch.library.register_fake("torch_uma::attend", _attended, lib=_library)

@@ -1,0 +1,351 @@
+"""`attend` against plain fp64 attention over a dict of positions, which knows no pages, by both of its ways."""
+
+import math
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from torch_uma.ops import dtype_name
+from torch_uma.ops.attend_gathered import attend_gathered
+
+op = torch.ops.torch_uma.attend
+
+CASES = 45
+SEEDS = 50
+
+# Largest error, of values and scores of about 1. One rounding of a result of up to 4 is 2^-9 x 4 in bfloat16 and
+# 2^-12 x 4 in float16; results of several runs are rounded once each and once more when merged, and the kernel rounds
+# the weights of the softmax to the dtype, too, which makes four roundings. In float32, sums of some hundred numbers.
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 3e-5, torch.float16: 4e-3, torch.bfloat16: 3.2e-2}
+
+
+@dataclass
+class World:
+    """Sequences whose pages lie at random in an arena of NaN, and what they hold by position."""
+
+    chance: random.Random
+    page_size: int
+    num_kv_heads: int
+    dims: tuple[int, int]
+    dtypes: tuple[torch.dtype, torch.dtype]
+    lengths: list[int]
+    num_new: list[int]
+    keep_new: list[bool]  # of each sequence, whether the arena has its new tokens
+    first_live: list[int]  # positions before are in no page, or in memory that is NaN
+    spread: float = 0.5  # how often a page does not follow the one before
+    overlap: bool = False
+    given: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(self.chance.randrange(2**40))
+        sizes = [self.num_kv_heads * dim * dtype.itemsize for dim, dtype in zip(self.dims, self.dtypes)]
+        key_at = 16 * self.chance.randrange(3)
+        value_at = key_at if self.overlap else (key_at + sizes[0] + 15) // 16 * 16 + 16 * self.chance.randrange(2)
+        self.offsets_bytes = [key_at, value_at]
+        end = max(key_at + sizes[0], value_at + sizes[1])
+        self.entry_bytes = (end + 15) // 16 * 16 + 16 * self.chance.randrange(3)
+        self.columns = max(-(-length // self.page_size) for length in self.lengths) + self.chance.randrange(3)
+        self.rows = self.chance.sample(range(len(self.lengths) + 2), len(self.lengths))
+        self.needed = [self._columns_of(i) for i in range(len(self.lengths))]
+        num_pages = sum(len(columns) for columns in self.needed)
+        self.num_places = 2 * num_pages + 3
+        self.origin_bytes = 16 * self.chance.randrange(4)
+        tail = 16 * self.chance.randrange(2)
+        self.arena = torch.empty(self.origin_bytes + self.num_places * self.page_size * self.entry_bytes + tail).to(
+            torch.uint8
+        )
+        self.content: list[dict[int, tuple[torch.Tensor, torch.Tensor]]] = []
+        for i, length in enumerate(self.lengths):
+            self.content.append({p: self._token() for p in range(self.first_live[i], length)})
+        self.ids = self.chance.sample(range(num_pages + 4), num_pages)
+        self.lay_out()
+
+    def _columns_of(self, i: int) -> range:
+        stored = self.lengths[i] - (0 if self.keep_new[i] else self.num_new[i])
+        return range(min(self.first_live[i], stored) // self.page_size, -(-stored // self.page_size))
+
+    def _token(self) -> tuple[torch.Tensor, torch.Tensor]:
+        key = torch.randn(self.num_kv_heads, self.dims[0], generator=self.generator)
+        key = key.to(self.dtypes[0])
+        if self.overlap:
+            return key, key[:, : self.dims[1]]
+        value = torch.randn(self.num_kv_heads, self.dims[1], generator=self.generator)
+        return key, value.to(self.dtypes[1])
+
+    def places(self) -> list[int]:
+        """Pages of all sequences: some follow one another, some do not."""
+        num_pages = sum(len(columns) for columns in self.needed)
+        pieces: list[int] = []
+        for _ in range(num_pages):
+            if pieces and self.chance.random() > self.spread:
+                pieces[-1] += 1
+            else:
+                pieces.append(1)
+        order = list(range(len(pieces)))
+        self.chance.shuffle(order)
+        gaps = self.num_places - num_pages
+        first: dict[int, int] = {}
+        at = 0
+        for piece in order:
+            gap = self.chance.randrange(gaps + 1) if self.chance.random() < 0.3 else 0
+            gaps -= gap
+            at += gap
+            first[piece] = at
+            at += pieces[piece]
+        return [first[piece] + page for piece, size in enumerate(pieces) for page in range(size)]
+
+    def lay_out(self) -> None:
+        """Put every page at a new place; all else is NaN."""
+        self.arena.fill_(0xFF)
+        self.page_table = torch.full((len(self.lengths) + 2, self.columns), -1, dtype=torch.int32)
+        self.v2p = torch.full((len(self.ids) + 4,), -1, dtype=torch.int32)
+        places = iter(self.places())
+        ids = iter(self.ids)
+        for i, row in enumerate(self.rows):
+            if row < 0:
+                continue
+            for column in self.needed[i]:
+                page = next(ids)
+                self.page_table[row, column] = page
+                self.v2p[page] = next(places)
+            stored = self.lengths[i] - (0 if self.keep_new[i] else self.num_new[i])
+            for position, (key, value) in self.content[i].items():
+                if position < stored:
+                    column, inside = divmod(position, self.page_size)
+                    entry = int(self.v2p[self.page_table[row, column]]) * self.page_size + inside
+                    for offset_bytes, numbers in zip(self.offsets_bytes, (key, value)):
+                        at = self.origin_bytes + entry * self.entry_bytes + offset_bytes
+                        self.arena[at : at + numbers.numel() * numbers.element_size()] = (
+                            numbers.reshape(-1).contiguous().view(torch.uint8)
+                        )
+
+    def layout(self) -> tuple[Any, ...]:
+        names = [dtype_name(dtype) for dtype in self.dtypes]
+        return self.origin_bytes, self.entry_bytes, self.offsets_bytes, list(self.dims), self.num_kv_heads, names
+
+    def tables(self) -> tuple[torch.Tensor, ...]:
+        starts = np.concatenate([[0], np.cumsum(self.num_new)])
+        return (
+            torch.from_numpy(starts),
+            self.page_table,
+            self.v2p,
+            torch.tensor(self.rows),
+            torch.tensor(self.lengths),
+        )
+
+    def new(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the new tokens, packed; NaN for those that nothing sees."""
+        unseen = tuple(torch.full((self.num_kv_heads, dim), math.nan).to(t) for dim, t in zip(self.dims, self.dtypes))
+        tokens = [self.content[i].get(p, unseen) for i, p in self.queries()]
+        return torch.stack([key for key, _ in tokens]), torch.stack([value for _, value in tokens])
+
+    def queries(self) -> list[tuple[int, int]]:
+        """Sequence and position of each query."""
+        return [
+            (i, position)
+            for i, (length, count) in enumerate(zip(self.lengths, self.num_new))
+            for position in range(length - count, length)
+        ]
+
+
+def oracle(
+    world: World, query: torch.Tensor, scale: float, options: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Dense attention in fp64, one query and one head at a time."""
+    num_heads = query.shape[1]
+    group = num_heads // world.num_kv_heads
+    window, chunk, softcap = (options.get(name, 0) for name in ("window", "chunk", "softcap"))
+    starts, sinks, mask, bias = (options.get(name) for name in ("starts", "sinks", "mask", "bias"))
+    indices, first_column = options.get("indices"), options.get("first_column", 0)
+    out = torch.zeros(*query.shape[:2], world.dims[1], dtype=torch.float64)
+    lse = torch.full(query.shape[:2], -math.inf, dtype=torch.float64)
+    for token, (i, position) in enumerate(world.queries()):
+        place = position - (world.lengths[i] - world.num_new[i])
+        allowed = range(position + 1) if indices is None else sorted(p for p in indices[token].tolist() if p >= 0)
+        seen = [
+            p
+            for p in allowed
+            if p <= position
+            and (not window or position - p < window)
+            and (not chunk or p // chunk == position // chunk)
+            and (starts is None or p >= starts[i])
+            and (mask is None or at(mask.unsqueeze(1), i, place, p - first_column)[0])
+        ]
+        if world.rows[i] < 0:
+            seen = []
+        logits = torch.empty(num_heads, 0, dtype=torch.float64)
+        if seen:
+            keys, values = (torch.stack([world.content[i][p][which] for p in seen]).double() for which in (0, 1))
+            keys, values = (each.repeat_interleave(group, 1) for each in (keys, values))
+            logits = torch.einsum("hd,nhd->hn", query[token].double(), keys) * scale
+            if softcap:
+                logits = torch.tanh(logits / softcap) * softcap
+            if bias is not None:
+                logits = logits + torch.stack([at(bias, i, place, p - first_column) for p in seen], -1).double()
+        if sinks is not None:
+            logits = torch.cat([logits, sinks.double().unsqueeze(1)], 1)
+        if logits.shape[1]:
+            lse[token] = logits.logsumexp(1)
+        if seen:
+            weights = torch.softmax(logits, 1)[:, : len(seen)]
+            out[token] = torch.einsum("hn,nhd->hd", weights, values)
+    return out, lse
+
+
+def at(columns: torch.Tensor, sequence: int, place: int, column: int) -> torch.Tensor:
+    """What mask or bias have there, for each head."""
+    return columns[min(sequence, columns.shape[0] - 1), :, min(place, columns.shape[2] - 1), column]
+
+
+@dataclass
+class Case:
+    """A world, a query and options, all at random."""
+
+    world: World
+    query: torch.Tensor
+    scale: float
+    options: dict[str, Any]
+
+    def arguments(self) -> tuple[Any, ...]:
+        world = self.world
+        origin_bytes, entry_bytes, *layout = world.layout()
+        return (
+            *(world.arena, self.query, *world.tables()),
+            *(origin_bytes, entry_bytes, world.page_size, *layout, self.scale),
+        )
+
+
+def random_case(chance: random.Random) -> Case:
+    """Every feature, present or not, by chance."""
+
+    def sometimes(share: float) -> bool:
+        return chance.random() < share
+
+    page_size = chance.choice([1, 7, 16, 64])
+    num_kv_heads, group = chance.choice([(1, 1), (1, 4), (2, 1), (2, 3), (3, 2)])
+    dim = chance.choice([8, 16, 24])
+    dims = (dim, dim if sometimes(0.6) else chance.choice([4, 8, 12, 20, 32]))
+    dtype = chance.choice([torch.float32, torch.float32, torch.float16, torch.bfloat16, torch.float64])
+    stored = (dtype, dtype)
+    if sometimes(0.2):
+        stored = tuple(chance.choice([torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn]) for _ in "kv")
+    overlap = sometimes(0.15)
+    if overlap:
+        num_kv_heads, group = 1, chance.choice([2, 6])
+        dims, stored = (24, chance.choice([8, 16, 24])), (stored[0], stored[0])
+    num_sequences = chance.randrange(1, 5)
+    most = chance.choice([6, 40, 40 * page_size if page_size < 8 else 90])
+    alike = sometimes(0.6)
+    lengths = [chance.randrange(1, most + 1) for _ in range(num_sequences)]
+    num_new = [1] * num_sequences if sometimes(0.4) else [chance.randrange(0, length + 1) for length in lengths]
+    if alike:
+        num_new = [min(num_new[0], min(lengths))] * num_sequences
+        lengths = lengths if sometimes(0.5) else [max(lengths)] * num_sequences
+    if not sum(num_new):
+        num_new = [1] * num_sequences
+    options: dict[str, Any] = {}
+    firsts = [length - count for length, count in zip(lengths, num_new)]
+    low = [0] * num_sequences
+    if sometimes(0.35):
+        options["window"] = chance.choice([1, 2, 5, 16, 33, 200])
+    if sometimes(0.2):
+        options["chunk"] = chance.choice([1, 3, 8, 50])
+    if sometimes(0.25):
+        starts = [chance.randrange(length + (chance.random() < 0.1)) for length in lengths]
+        starts = starts if sometimes(0.5) else [min(starts)] * num_sequences
+        options["starts"] = torch.tensor(starts)
+        low = starts
+    if "window" in options:
+        low = [max(a, first - options["window"] + 1) for a, first in zip(low, firsts)]
+    if "chunk" in options:
+        low = [max(a, first // options["chunk"] * options["chunk"]) for a, first in zip(low, firsts)]
+    has_new = sometimes(0.35)
+    world = World(
+        chance=chance,
+        page_size=page_size,
+        num_kv_heads=num_kv_heads,
+        dims=dims,
+        dtypes=stored,
+        lengths=lengths,
+        num_new=num_new,
+        keep_new=[not has_new or sometimes(0.5) for _ in lengths],
+        first_live=[min(a, length) for a, length in zip(low, lengths)],
+        spread=chance.choice([0.0, 0.1, 0.5, 1.0]),
+        overlap=overlap,
+    )
+    if sometimes(0.3):
+        world.lay_out()
+    num_tokens, num_heads = sum(num_new), num_kv_heads * group
+    generator = world.generator
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    if sometimes(0.3):
+        query = normal(num_heads, num_tokens, dims[0]).to(dtype).transpose(0, 1)
+    else:
+        query = normal(num_tokens, num_heads, dims[0]).to(dtype)
+    if sometimes(0.25):
+        options["softcap"] = chance.choice([0.5, 3.0])
+    if sometimes(0.3):
+        options["sinks"] = normal(num_heads).to(dtype)
+    if has_new:
+        options["new_key"], options["new_value"] = world.new()
+        if sometimes(0.3):
+            options["new_key"] = options["new_key"].transpose(0, 1).contiguous().transpose(0, 1)
+    if len(set(num_new)) == 1:
+        first_column = max(0, min(low) - chance.randrange(3))
+        num_columns = max(1, max(lengths) - first_column + chance.randrange(2))
+        shape = [chance.choice([1, num_sequences]), 1, chance.choice([1, num_new[0]]), num_columns]
+        if sometimes(0.25):
+            options["mask"] = torch.rand(shape[0], *shape[2:], generator=generator) < chance.choice([0.1, 0.6, 0.95])
+        if sometimes(0.2):
+            shape[1] = chance.choice([1, num_heads])
+            shape[0] = chance.choice([1, num_sequences])
+            options["bias"] = normal(*shape).to(chance.choice([dtype, torch.float32]))
+        if "mask" in options or "bias" in options:
+            options["first_column"] = first_column
+    if sometimes(0.15):
+        chosen = [chance.sample(range(p + 3), min(5, p + 3)) for _, p in world.queries()]
+        lows = [low[i] for i, _ in world.queries()]
+        chosen = [[p if chance.random() < 0.8 else -1 for p in line] + [-1] * (5 - len(line)) for line in chosen]
+        if "mask" in options or "bias" in options:
+            chosen = [[p if p >= a else -1 for p in line] for line, a in zip(chosen, lows)]
+        options["indices"] = torch.tensor(chosen)
+    if sometimes(0.05):
+        world.rows[chance.randrange(num_sequences)] = -1
+    return Case(world, query, dims[0] ** -0.5, options)
+
+
+def check(
+    got: tuple[torch.Tensor, torch.Tensor], want: tuple[torch.Tensor, torch.Tensor], case: Case, what: str
+) -> None:
+    tolerance = TOLERANCE[case.query.dtype]
+    wide = torch.float64 if case.query.dtype == torch.float64 else torch.float32
+    assert got[0].dtype == case.query.dtype and got[1].dtype == wide, what
+    for result, expected in zip(got, want, strict=True):
+        assert result.shape == expected.shape, what
+        result = result.double()
+        assert torch.equal(result == -math.inf, expected == -math.inf), what
+        finite = expected != -math.inf
+        error = (result - expected)[finite].abs().max().item() if finite.any() else 0.0
+        assert error <= tolerance, f"{what}: off by {error}"  # also if it is NaN
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_random_cases(seed: int) -> None:
+    for number in range(CASES):
+        chance = random.Random(f"{seed} {number}")
+        case = random_case(chance)
+        what = f"seed {seed} case {number} {sorted(case.options)}"
+        want = oracle(case.world, case.query, case.scale, case.options)
+        check(op(*case.arguments(), **case.options), want, case, f"{what} op")
+        if number % 3 == 0:
+            check(attend_gathered(*case.arguments(), **case.options), want, case, f"{what} gathered")
+        if number % 5 == 0:
+            case.world.lay_out()
+            check(op(*case.arguments(), **case.options), want, case, f"{what} moved")

@@ -1,0 +1,264 @@
+"""Attention on the host by a plan: every run of entries is attended to where it lies, and the results are merged.
+
+Owns how the queries of a block meet the keys of a run. Few queries a sequence are packed: those of the heads that share
+a head of keys stand below one another, `[B, kv heads, tokens x group, D]`, so that keys are read once. Many stay where
+they are, `[kv heads, group, tokens, D]`, and the keys repeat with stride 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from torch_uma.ops.attention import Merge, flash, plain, wide_dtype, with_sinks
+from torch_uma.ops.reads import MOST_PACKED, Block, Reads, Run, Sees
+from torch_uma.ops.reference import dtype_of
+
+# A plan keeps so many masks for the next layer.
+_MOST_BANDS = 8
+
+
+def attend_reads(
+    arena: Tensor,
+    query: Tensor,
+    reads: Reads,
+    origin_bytes: int,
+    entry_bytes: int,
+    offsets_bytes: Sequence[int],
+    dims: Sequence[int],
+    num_kv_heads: int,
+    dtypes: Sequence[str],
+    scale: float,
+    *,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    first_column: int = 0,
+    new_key: Tensor | None = None,
+    new_value: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """What `attend` gives for a batch that is planned: `[T, Hq, Dv]` as `query`, and log-sum-exps `[T, Hq]`.
+
+    Arguments are those of `attend`, in host memory; `new_key` and `new_value` are given if and only if `reads` was
+    planned so. One plan serves all layers that share a page table and a window; it may keep masks for the next.
+    """
+    if reads.has_new != (new_key is not None):
+        raise ValueError("new keys and values are given to a plan that was made for them, and to no other")
+    if query.stride(2) != 1:
+        query = query.contiguous()
+    num_tokens, num_heads, _ = query.shape
+    keys = _Rows(arena, dtype_of(dtypes[0]), origin_bytes, entry_bytes, offsets_bytes[0], num_kv_heads, dims[0])
+    values = _Rows(arena, dtype_of(dtypes[1]), origin_bytes, entry_bytes, offsets_bytes[1], num_kv_heads, dims[1])
+    keys.new, values.new = new_key, new_value
+    columns = None if mask is None and bias is None else _Columns(mask, bias, first_column, num_kv_heads)
+    call = _Call(query, keys, values, reads, scale, softcap, columns)
+    blocks = reads.blocks
+    if len(blocks) == 1 and blocks[0].num_sequences * blocks[0].num_tokens == num_tokens:
+        out, lse = call.attend(blocks[0])
+        out = out.reshape(num_tokens, num_heads, dims[1]).to(query.dtype)
+        lse = lse.reshape(num_tokens, num_heads)
+    else:
+        out = query.new_zeros((num_tokens, num_heads, dims[1]))
+        lse = query.new_full((num_tokens, num_heads), -math.inf, dtype=wide_dtype(query.dtype))
+        for block in blocks:
+            block_out, block_lse = call.attend(block)
+            _tokens(out, block, num_kv_heads).copy_(block_out)
+            _tokens(lse.unsqueeze(2), block, num_kv_heads).copy_(block_lse.unsqueeze(-1))
+    return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
+
+
+def _tokens(packed: Tensor, block: Block, num_kv_heads: int) -> Tensor:
+    """What `[T, heads, D]` has of a block: `[B, tokens, kv heads, group, D]`."""
+    num_sequences, apart = block.num_sequences, block.apart
+    if packed.shape[0] != num_sequences * apart:
+        packed = packed.narrow(0, block.first_token, num_sequences * apart)
+    tokens = packed.view(num_sequences, apart, num_kv_heads, -1, packed.shape[2])
+    return tokens if block.num_tokens == apart else tokens.narrow(1, block.skipped, block.num_tokens)
+
+
+def _hide(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is added to scores to leave some out."""
+    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -math.inf)
+
+
+class _Rows:
+    """The keys, or the values, of one layer: in the arena, and those of the new tokens."""
+
+    def __init__(
+        self,
+        arena: Tensor,
+        dtype: torch.dtype,
+        origin_bytes: int,
+        entry_bytes: int,
+        offset_bytes: int,
+        num_heads: int,
+        dim: int,
+    ) -> None:
+        size = dtype.itemsize
+        self.dtype = dtype
+        self.dim = dim
+        self.new: Tensor | None = None
+        self._numbers = arena.view(dtype)
+        self._first = self._numbers.storage_offset() + (origin_bytes + offset_bytes) // size
+        self._end = self._numbers.storage_offset() + self._numbers.shape[0]
+        self._entry = entry_bytes // size
+        self._num_heads = num_heads
+
+    def of(self, run: Run, num_sequences: int, width: int) -> Tensor:
+        """The run's rows `[B, heads, keys, width]`; what is behind `dim` numbers of a row is anything."""
+        if run.is_new:
+            assert self.new is not None
+            tokens = self.new.narrow(0, run.first, (num_sequences - 1) * run.apart + run.num_tokens)
+            if tokens.stride(2) != 1:
+                tokens = tokens.contiguous()
+            stride = tokens.stride()
+            rows = tokens.as_strided(
+                (num_sequences, self._num_heads, run.num_tokens, self.dim),
+                (run.apart * stride[0], stride[1], stride[0], 1),
+            )
+            return pad(rows, (0, width - self.dim)) if width > self.dim else rows
+        if run.entries is not None:
+            size = (
+                (self._end - self._first - self._num_heads * self.dim) // self._entry + 1,
+                self._num_heads,
+                self.dim,
+            )
+            rows = self._numbers.as_strided(size, (self._entry, self.dim, 1), self._first)
+            rows = rows.index_select(0, run.entries).transpose(0, 1).unsqueeze(0)
+            return pad(rows, (0, width - self.dim)) if width > self.dim else rows
+        first = self._first + run.first * self._entry
+        strides = (run.apart * self._entry, self.dim, self._entry, 1)
+        if width > self.dim:
+            last = first + (num_sequences - 1) * strides[0] + (run.num_tokens - 1) * self._entry
+            if last + (self._num_heads - 1) * self.dim + width > self._end:
+                return pad(self.of(run, num_sequences, self.dim), (0, width - self.dim))
+        return self._numbers.as_strided((num_sequences, self._num_heads, run.num_tokens, width), strides, first)
+
+
+class _Columns:
+    """Mask and bias of all queries, by column."""
+
+    def __init__(self, mask: Tensor | None, bias: Tensor | None, first_column: int, num_kv_heads: int) -> None:
+        self._mask = None if mask is None else mask.unsqueeze(1)
+        self._bias = bias
+        self._first_column = first_column
+        self._num_kv_heads = num_kv_heads
+
+    def of(self, block: Block, run: Run, dtype: torch.dtype) -> Tensor:
+        """What is added to the scores, `[B, kv heads, group, tokens, keys]`, with 1 where it is the same for all."""
+        total: Tensor | None = None
+        if self._mask is not None:
+            seen = self._cut(self._mask, block, run)
+            total = _hide(~seen, dtype)
+        if self._bias is not None:
+            bias = self._cut(self._bias, block, run).to(dtype)
+            total = bias if total is None else total + bias
+        assert total is not None
+        num_heads = total.shape[1]
+        heads = (1, 1) if num_heads == 1 else (self._num_kv_heads, num_heads // self._num_kv_heads)
+        return total.view(total.shape[0], *heads, *total.shape[2:])
+
+    def _cut(self, columns: Tensor, block: Block, run: Run) -> Tensor:
+        first = run.position - self._first_column
+        if first < 0 or first + run.num_tokens > columns.shape[3]:
+            raise ValueError(
+                f"mask and bias cover positions {self._first_column} to {self._first_column + columns.shape[3] - 1},"
+                f" but {run.position} to {run.position + run.num_tokens - 1} are read"
+            )
+        if columns.shape[2] not in (1, block.apart):
+            raise ValueError(f"mask and bias are for {columns.shape[2]} queries a sequence, not for {block.apart}")
+        if columns.shape[0] > 1:
+            columns = columns.narrow(0, block.sequence, block.num_sequences)
+        if columns.shape[2] > 1:
+            columns = columns.narrow(2, block.skipped, block.num_tokens)
+        return columns.narrow(3, first, run.num_tokens)
+
+
+class _Call:
+    """One call: what is the same for all its blocks."""
+
+    def __init__(
+        self,
+        query: Tensor,
+        keys: _Rows,
+        values: _Rows,
+        reads: Reads,
+        scale: float,
+        softcap: float,
+        columns: _Columns | None,
+    ) -> None:
+        self._query = query
+        self._keys = keys
+        self._values = values
+        self._reads = reads
+        self._scale = scale
+        self._softcap = softcap
+        self._columns = columns
+        given = [] if keys.new is None or values.new is None else [keys.new.dtype, values.new.dtype]
+        same = all(dtype == query.dtype for dtype in (keys.dtype, values.dtype, *given))
+        self._is_plain = softcap != 0.0 or values.dim > keys.dim or not same
+        self._mask_dtype = wide_dtype(query.dtype)
+
+    def attend(self, block: Block) -> tuple[Tensor, Tensor]:
+        """`[B, tokens, kv heads, group, D]`, and the log-sum-exps without D."""
+        query = _tokens(self._query, block, self._keys._num_heads)
+        num_sequences, num_tokens, num_kv_heads, group, width = query.shape
+        packed = self._is_plain or num_tokens <= MOST_PACKED
+        if packed:
+            query = query.transpose(1, 2).reshape(num_sequences, num_kv_heads, num_tokens * group, width)
+        else:
+            query = query[0].permute(1, 2, 0, 3)
+        merge = Merge()
+        for run in block.runs:
+            mask = self._mask(block, run, packed, group)
+            key = self._keys.of(run, num_sequences, self._keys.dim)
+            if self._is_plain:
+                value = self._values.of(run, num_sequences, self._values.dim)
+                merge.add(*plain(query, key, value, self._scale, mask, self._softcap))
+                continue
+            value = self._values.of(run, num_sequences, self._keys.dim)
+            if not packed:
+                key, value = (each.transpose(0, 1).expand(-1, group, -1, -1) for each in (key, value))
+            merge.add(*flash(query, key, value, self._scale, mask, mask is None and run.sees is Sees.CAUSAL))
+        out, lse = merge.result()
+        out = out[..., : self._values.dim]
+        if packed:
+            shape = (num_sequences, num_kv_heads, num_tokens, group)
+            return out.view(*shape, -1).transpose(1, 2), lse.view(shape).transpose(1, 2)
+        return out.permute(2, 0, 1, 3).unsqueeze(0), lse.permute(2, 0, 1).unsqueeze(0)
+
+    def _mask(self, block: Block, run: Run, packed: bool, group: int) -> Tensor | None:
+        """What is added to the scores of the block for the run, as its queries are laid out; None for nothing."""
+        banded = run.sees is Sees.BAND or (run.sees is Sees.CAUSAL and (packed or self._columns is not None))
+        if self._columns is None:
+            return self._band(block, run, group if packed else 1) if banded else None
+        mask = self._columns.of(block, run, self._mask_dtype)
+        if banded:
+            mask = mask + self._band(block, run, 1)
+        if not packed:
+            return mask[0]
+        if mask.shape[2:4] == (1, 1):
+            return mask[:, :, 0]
+        mask = mask.expand(-1, -1, group, block.num_tokens, -1)
+        return mask.transpose(2, 3).flatten(2, 3)
+
+    def _band(self, block: Block, run: Run, group: int) -> Tensor:
+        """0 where a query may see a key by its position, else -inf: `[tokens x group, keys]`."""
+        bands = self._reads.bands
+        shape = (block.position - run.position, block.num_tokens, run.num_tokens, group, self._mask_dtype)
+        band = bands.get(shape)
+        if band is None:
+            behind = torch.arange(block.num_tokens).unsqueeze(1) + (shape[0] - torch.arange(run.num_tokens))
+            hidden = behind < 0
+            if self._reads.window:
+                hidden |= behind >= self._reads.window
+            band = _hide(hidden, self._mask_dtype)
+            band = band.repeat_interleave(group, 0) if group > 1 else band
+            if len(bands) < _MOST_BANDS:
+                bands[shape] = band
+        return band

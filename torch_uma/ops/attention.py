@@ -1,0 +1,94 @@
+"""Attention of some queries over keys and values at hand, with its log-sum-exp, and the merge of several such results.
+
+Owns the numbers and knows no pages. Queries are `[B, H, M, D]`, keys and values `[B, H, N, D]`, masks are added to the
+scores and broadcast to `[B, H, M, N]`; log-sum-exps are `[B, H, M]`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+_flash: Callable[..., tuple[Tensor, Tensor]] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+# So many scores, or numbers of partial results, are held at a time.
+_MOST_SCORES = 2**22
+_FEWEST_KEYS = 64
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which scores and log-sum-exps of such queries are."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def flash(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None, is_causal: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Torch's flash attention for the CPU: all of one dtype and head size, the numbers of a head side by side."""
+    out, lse = _flash(query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale)
+    if mask is not None:  # it gives 0, and not -inf, where all is masked
+        lse = lse.masked_fill((mask == -math.inf).all(-1), -math.inf)
+    return out, lse
+
+
+def plain(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None, softcap: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Attention in plain torch, for dtypes and head sizes that differ and for soft caps, some keys at a time."""
+    wide = wide_dtype(query.dtype)
+    query = query.to(wide) * scale
+    merge = Merge()
+    step = max(_FEWEST_KEYS, _MOST_SCORES // max(1, math.prod(query.shape[:3])))
+    for first in range(0, key.shape[2], step):
+        scores = query @ key[:, :, first : first + step].to(wide).mT
+        if softcap:
+            scores = scores.div_(softcap).tanh_().mul_(softcap)
+        if mask is not None:
+            scores += mask[..., first : first + step]
+        merge.add(*weigh(scores, value[:, :, first : first + step].to(wide)))
+    return merge.result()
+
+
+def weigh(scores: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Values weighted by the softmax of scores `[..., M, N]`, where -inf is not seen, and their log-sum-exp."""
+    lse = scores.logsumexp(-1)
+    return (scores - _finite(lse).unsqueeze(-1)).exp_() @ value, lse
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """`out` `[T, H, D]` and `lse` `[T, H]` if one more key is seen, of logit `sinks` `[H]` and without a value."""
+    sinks = sinks.to(lse.dtype)
+    return (out * torch.sigmoid(lse - sinks).unsqueeze(-1)).to(out.dtype), torch.logaddexp(lse, sinks)
+
+
+class Merge:
+    """Gathers results over disjoint keys into the result over all of them."""
+
+    def __init__(self) -> None:
+        self._outs: list[Tensor] = []
+        self._lses: list[Tensor] = []
+
+    def add(self, out: Tensor, lse: Tensor) -> None:
+        """Take in a result; the number of those held at a time is bounded."""
+        self._outs.append(out)
+        self._lses.append(lse)
+        if len(self._outs) > 1 and len(self._outs) * out.numel() > _MOST_SCORES:
+            out, lse = self.result()
+            self._outs, self._lses = [out], [lse]
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """The result over all keys; wide, if there were several."""
+        if len(self._outs) == 1:
+            return self._outs[0], self._lses[0]
+        lses = torch.stack(self._lses)
+        lse = lses.logsumexp(0)
+        weights = (lses - _finite(lse)).exp_().unsqueeze(-1)
+        return (torch.stack(self._outs) * weights).sum(0), lse
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """Zero where nothing is seen, so that differences from it are no NaN."""
+    return lse.masked_fill(lse == -math.inf, 0.0)
