@@ -6,6 +6,7 @@ guard each own their part; models and their caches are not known here.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -82,6 +83,8 @@ class CachePool:
         if device is None:
             device = getattr(source, "device", None) or torch.get_default_device()
         self.device = torch.device(device)
+        # Not kept alive: who makes a pool of a model may drop the model.
+        self.made_for = weakref.ref(source) if hasattr(source, "get_text_config") or hasattr(source, "config") else None
         self.plan = plan_of(source, memory, page_size, dtype, self.device)
         self.guard = Guard(Epochs(self.device))
         self.epoch = 0

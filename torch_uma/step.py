@@ -82,6 +82,11 @@ class Step:
         return tuple(self._rows.sequences)
 
     @property
+    def rows_on_device(self) -> Tensor:
+        """[rows] int64, `rows` on the pool's device; at a fixed address for as long as the batch is the same."""
+        return self._rows.tensor()
+
+    @property
     def fresh(self) -> npt.NDArray[np.bool_]:
         """[rows] bool, where a row has no state yet: what lies in its slot is to be ignored."""
         fresh: npt.NDArray[np.bool_] = self.past == 0
@@ -102,7 +107,7 @@ class Step:
         located: Tensor = torch.ops.torch_uma.locate(
             tables.page_table(subpool.index),
             tables.v2p,
-            self._rows.tensor(),
+            self.rows_on_device,
             positions,
             subpool.page_size,
             subpool.tokens_per_entry,

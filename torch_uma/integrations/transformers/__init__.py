@@ -1,5 +1,11 @@
-"""transformers: the cache that `generate()` and a loop's forward passes use."""
+"""transformers: the cache that `generate()` and a loop's forward passes use, and attention that reads the arena.
 
+Importing it registers `attn_implementation="torch_uma"`.
+"""
+
+from torch_uma.integrations.transformers import attention as attention
 from torch_uma.integrations.transformers.cache import UnifiedCache
 
 __all__ = ["UnifiedCache"]
+
+attention.register()

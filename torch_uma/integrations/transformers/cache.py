@@ -16,11 +16,12 @@ from transformers.cache_utils import Cache
 
 from torch_uma.counts import whole
 from torch_uma.errors import PlanError, SequenceError
+from torch_uma.integrations.transformers.attention import is_used
 from torch_uma.integrations.transformers.layers import AttentionLayer, StateLayer, make_layers, parts_of
 from torch_uma.integrations.transformers.places import StepPlaces
 from torch_uma.integrations.transformers.rows import CacheRows
 from torch_uma.integrations.transformers.steps import GivenStep, OwnSteps
-from torch_uma.layout import Layer
+from torch_uma.layout import Layer, State
 from torch_uma.plan import Plan, plan
 
 if TYPE_CHECKING:
@@ -90,14 +91,17 @@ class UnifiedCache(Cache):
         if pool is None and memory is not None:
             pool = make_pool(1, torch.get_default_device())
         rows = CacheRows(make_pool, pool=pool, max_tokens=max_tokens)
-        self._steps: OwnSteps | GivenStep = OwnSteps(rows, parts_of(layers))
+        config = getattr(model_or_config, "config", model_or_config)
+        self._steps: OwnSteps | GivenStep = OwnSteps(rows, parts_of(layers), lambda: _reads_in_place(layers, config))
         self._bind(layers)
 
     @classmethod
     def _of_step(cls, step: Step) -> UnifiedCache:
         """The cache of a step that is opened and closed by `pool.step`."""
         cache = cls.__new__(cls)
-        places = StepPlaces(step.pool, step, whole=True)
+        made_for = step.pool.made_for
+        in_place = _reads_in_place(step.pool.plan.layers, None if made_for is None else made_for())
+        places = StepPlaces(step.pool, step, whole=True, in_place=in_place)
         cache._steps = GivenStep(places, step.pool)
         cache._bind(step.pool.plan.layers)
         return cache
@@ -129,6 +133,17 @@ class UnifiedCache(Cache):
     def is_initialized(self) -> bool:
         """Whether there are rows."""
         return self.batch_size > 0
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether a decode step is one graph for ever: if attention reads the arena, or there is none.
+
+        `generate()` asks this before every forward. A model without attention says nothing else of one that is
+        compiled, so the step of its next token begins with the question. OutOfMemory.
+        """
+        if isinstance(self._steps, OwnSteps) and self._steps.in_place and all(self.is_linear):
+            self._steps.announce(1)
+        return self._steps.in_place
 
     def _finish(self) -> None:
         """Writes back what the forward of a `pool.step` changed in copies."""
@@ -179,9 +194,9 @@ class UnifiedCache(Cache):
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         """Whether the rows hold tokens, and so states."""
-        return self.get_seq_length() > 0
+        return self._steps.has_tokens()
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
+    def get_seq_length(self, layer_idx: int = 0) -> int | torch.Tensor:  # type: ignore[override]  # a tensor in a trace
         """Tokens of the longest row, also for a model of recurrent layers only."""
         return self._steps.length()
 
@@ -263,6 +278,12 @@ class UnifiedCache(Cache):
 
 _MADE_FOR: weakref.WeakKeyDictionary[CachePool, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 """The model or config last seen to store what a pool was made for, as it takes a forward to see."""
+
+
+def _reads_in_place(layers: Sequence[Layer], source: Any) -> bool:
+    """Whether a forward fetches nothing out of the arena: states are views, so only attention could want that."""
+    stores_tokens = any(not isinstance(memory.lifetime, State) for layer in layers for memory in layer.memories)
+    return not stores_tokens or is_used(source)
 
 
 def _check_made_for(pool: CachePool, model_or_config: Any) -> None:

@@ -12,11 +12,14 @@ from typing import Any, NoReturn
 import torch
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
-from torch_uma.errors import GradientError, SequenceError
-from torch_uma.integrations.transformers.places import StepPlaces, TokenStore, check_served
+from torch_uma.errors import GradientError, PlanError, SequenceError
+from torch_uma.integrations.transformers.attention import NAME, InPlace
+from torch_uma.integrations.transformers.places import StepPlaces
+from torch_uma.integrations.transformers.reading import Reading
 from torch_uma.integrations.transformers.steps import GivenStep, OwnSteps, Part, in_forward
+from torch_uma.integrations.transformers.stores import TokenStore, check_served
 from torch_uma.integrations.transformers.versions import DummyLayer
-from torch_uma.layout import Full, Layer, Lifetime, State, Window
+from torch_uma.layout import Chunk, Full, Layer, Lifetime, State, Window
 
 Steps = GivenStep | OwnSteps
 
@@ -60,7 +63,8 @@ class AttentionLayer(ArenaLayer, CacheLayerMixin):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Stores new keys and values [batch, heads, num_new_tokens, head_dim]; returns all that the step attends to.
 
-        What it returns may be a view of the arena, good until the next forward. OutOfMemory, GradientError.
+        What it returns may be a view of the arena, good until the next forward. For attention that reads the arena it
+        returns what it was given, and puts a `Reading` into the dictionary `kwargs`. OutOfMemory, GradientError.
         """
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             raise _gradient_error()
@@ -71,7 +75,20 @@ class AttentionLayer(ArenaLayer, CacheLayerMixin):
         _check_stored(store, (key_states, value_states))
         where = places.tokens[store.subpool.index]
         _write(places.arena, store, where.write, (key_states, value_states))
-        if where.run is not None and _has_dtype(store, key_states.dtype) and not torch.compiler.is_compiling():
+        if places.in_place:
+            self.path = "in place"
+            if "kwargs" not in kwargs:
+                raise SequenceError(
+                    f"layer {self._layer} does not hand on what attention by {NAME!r} needs; use 'sdpa' or 'eager'"
+                )
+            kwargs["kwargs"][NAME] = Reading(places=places, store=store, new=(key_states, value_states))
+            keys, values = key_states, value_states
+        elif isinstance(self._lifetime, Chunk):
+            raise PlanError(
+                f"layer {self._layer} attends within chunks, which padding that only the attention sees may shift; call "
+                f"model.set_attn_implementation({NAME!r})"
+            )
+        elif where.run is not None and _has_dtype(store, key_states.dtype) and not torch.compiler.is_compiling():
             self.path = "view"
             keys, values = _view(store, where.run, places, key_states), _view(store, where.run, places, value_states, 1)
         else:
@@ -82,10 +99,15 @@ class AttentionLayer(ArenaLayer, CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Number of keys that `update` will return for `query_length` new tokens, and the position of the first."""
+        if not self._steps.in_place:
+            offset, length = self._steps.extent(self._layer, self._lifetime, query_length)
+            return length, offset
+        if torch.compiler.is_compiling():  # numbers that change from step to step would be compiled in
+            return query_length, 0
         offset, length = self._steps.extent(self._layer, self._lifetime, query_length)
-        return length, offset
+        return InPlace(length), offset
 
-    def get_seq_length(self) -> int:
+    def get_seq_length(self) -> int | torch.Tensor:  # type: ignore[override]  # a tensor in a trace
         """Tokens of the longest row."""
         return self._steps.length()
 

@@ -7,57 +7,21 @@ forward pass runs, so that a traced forward only sees tensors: index tensors bes
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-import torch.utils.dlpack
 from numpy.typing import NDArray
 
-from torch_uma.errors import PlanError
-from torch_uma.layout import Chunk, Full, Lifetime, Memory, PlacedRow, State
-from torch_uma.ops.reference import dtype_name
+from torch_uma.integrations.transformers.stores import Tensors, stores_of
+from torch_uma.layout import Chunk, Full, Lifetime, Window
+from torch_uma.ops.reads import Reads, plan_reads
+from torch_uma.ops.reference import on_host
 from torch_uma.plan import SubPool
 
 if TYPE_CHECKING:
-    from torch_uma.arena import Arena
     from torch_uma.pool import CachePool
     from torch_uma.step import Step
-
-Tensors = dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenStore:
-    """The rows of one attention layer: keys, then values, in one sub-pool. Each grid is [pages, page_size, *shape].
-
-    `offsets_bytes`, `widths` (elements of a row) and `dtypes` are what the ops take.
-    """
-
-    subpool: SubPool
-    rows: tuple[PlacedRow, PlacedRow]
-    grids: tuple[torch.Tensor, torch.Tensor]
-    offsets_bytes: tuple[int, int]
-    widths: tuple[int, int]
-    dtypes: tuple[str, str]
-
-
-@dataclass(frozen=True, kw_only=True)
-class StateStore:
-    """The state rows of one layer by name. Each grid is [pages, *shape]."""
-
-    subpool: SubPool
-    grids: Tensors
-
-
-@dataclass(frozen=True, kw_only=True)
-class Store:
-    """What one layer stores in the arena; a layer that stores nothing has neither."""
-
-    tokens: TokenStore | None
-    state: StateStore | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,55 +41,113 @@ class TokenPlaces:
 class StepPlaces:
     """Where everything lies that one step of the pool reads and writes.
 
-    `whole`: prepare also what only a traced forward needs, and every layer's state at once.
+    `whole`: prepare also what only a traced forward needs, and every layer's state at once. `in_place`: the model's
+    attention reads keys and values in the arena, so they are not fetched for it.
     """
 
-    def __init__(self, pool: CachePool, step: Step, *, whole: bool) -> None:
+    def __init__(self, pool: CachePool, step: Step, *, whole: bool, in_place: bool) -> None:
         self.step = step
+        self.in_place = in_place
         self.arena = pool.arena.bytes
         self.past = step.past
         self.max_past = int(step.past.max())
         self.num_new_tokens: int = step.num_new_tokens
         self.num_rows = len(step.past)
+        self.is_first = self.max_past == 0
+        self.is_traversed = False  # by a compiled forward
+        self.is_even = bool((step.past == self.max_past).all())
         self.fresh = bool(step.fresh.all())
+        self.rows = step.rows_on_device
+        self.v2p = pool.tables.v2p
+        self._tables = pool.tables
         self.tokens: dict[int, TokenPlaces] = {}
         self.stores = stores_of(pool)
-        # By layer, since a traced forward cannot compute them.
-        self.extents: dict[int, tuple[int, int]] = {}
-        self._reads: dict[int, torch.Tensor] = {}
+        self._extents: dict[int, tuple[int, int]] = {}  # by layer, since a traced forward cannot compute them
+        self._fetched: dict[int, torch.Tensor] = {}
+        self._reads: dict[int, tuple[torch.Tensor | None, Reads]] = {}
         self._states: dict[int, Tensors] = {}
+        self.plans_reads = in_place and on_host(self.arena)
+        if in_place:
+            ends = torch.arange(self.num_rows + 1, device=self.arena.device)
+            self.query_starts = ends * self.num_new_tokens
+            past = self._past_tensor().squeeze(1)
+            self.lengths = past + self.num_new_tokens
+            self.longest_past = past.amax()
         for subpool in pool.plan.subpools:
             if subpool.is_state:
                 self._place_states(subpool, pool)
             else:
                 self.tokens[subpool.index] = self._place_tokens(subpool)
-                if whole:
+                if whole and not in_place:
                     self.read(subpool)
         for layer, store in enumerate(self.stores):
             if whole and store.state is not None:
                 self.state(layer)
-            if whole and store.tokens is not None:
-                lifetime = store.tokens.subpool.lifetime
-                self.extents[layer] = extent(lifetime, self.past, self.num_new_tokens)
+            if whole and store.tokens is not None and not in_place:
+                self.extent(layer)
+
+    def extent(self, layer: int) -> tuple[int, int]:
+        """First column and number of columns of the keys that a layer reads, of rows that end at one column."""
+        if layer not in self._extents:
+            store = self.stores[layer].tokens
+            assert store is not None
+            self._extents[layer] = extent(store.subpool.lifetime, self.past, self.num_new_tokens)
+        return self._extents[layer]
+
+    def page_table(self, subpool: SubPool) -> torch.Tensor:
+        """The page tables of all rows of the pool, [all rows, columns] int32 at a fixed address."""
+        return self._tables.page_table(subpool.index)
 
     def read(self, subpool: SubPool) -> torch.Tensor:
         """The int64 entries [rows, num_read] of what a layer reads, -1 in front of a row that is shorter."""
-        if subpool.index not in self._reads:
+        if subpool.index not in self._fetched:
             offset, length = extent(subpool.lifetime, self.past, self.num_new_tokens)
             end = offset + length - (self.num_new_tokens if self.tokens[subpool.index].appends else 0)
             # Rows are aligned at their ends: a column before a row's first token has a negative position.
             columns = torch.arange(offset, end, device=self.arena.device)
-            self._reads[subpool.index] = self.step.entries(subpool, columns - (self.max_past - self._past_tensor()))
-        return self._reads[subpool.index]
+            self._fetched[subpool.index] = self.step.entries(subpool, columns - (self.max_past - self._past_tensor()))
+        return self._fetched[subpool.index]
+
+    def has_new(self, subpool: SubPool) -> bool:
+        """Whether attention is given the new keys and values, as not all of them may be stored.
+
+        A token that is alone is, and is read in the arena with the others, unless it may be the last to need itself.
+        """
+        return self.num_new_tokens > 1 or isinstance(subpool.lifetime, Chunk) or subpool.lifetime == Window(1)
+
+    def reads(self, subpool: SubPool, starts: torch.Tensor | None) -> Reads:
+        """What attention in the arena reads of a sub-pool, where `starts` [rows] are the first tokens that are seen.
+
+        On the host only; planned once for all layers that come with the same numbers.
+        """
+        known = self._reads.get(subpool.index)
+        if known is None or not _is_same(known[0], starts):
+            lifetime = subpool.lifetime
+            reads = plan_reads(
+                self.page_table(subpool).numpy(),
+                self.v2p.numpy(),
+                self.step.rows,
+                self.past + self.num_new_tokens,
+                np.arange(self.num_rows + 1) * self.num_new_tokens,
+                subpool.page_size,
+                window=lifetime.num_tokens if isinstance(lifetime, Window) else 0,
+                chunk=lifetime.num_tokens if isinstance(lifetime, Chunk) else 0,
+                starts=None if starts is None else starts.numpy(),
+                has_new=self.has_new(subpool),
+            )
+            known = self._reads[subpool.index] = (starts, reads)
+        return known[1]
 
     def inputs(self) -> Tensors:
-        """The attention mask [rows, longest past + new] and position ids [rows, new] of rows aligned at their ends."""
+        """The position ids [rows, new]; and for attention to rows that are fetched, and aligned at their ends, the
+        attention mask [rows, longest past + new].
+        """
         past = self._past_tensor()
+        positions = past + torch.arange(self.num_new_tokens, device=self.arena.device)
+        if self.in_place:
+            return {"position_ids": positions}
         columns = torch.arange(self.max_past + self.num_new_tokens, device=self.arena.device)
-        return {
-            "attention_mask": (columns >= self.max_past - past).long(),
-            "position_ids": past + torch.arange(self.num_new_tokens, device=self.arena.device),
-        }
+        return {"attention_mask": (columns >= self.max_past - past).long(), "position_ids": positions}
 
     def state(self, layer: int) -> Tensors:
         """The state of `layer` by row name, [rows, *shape] in the order of the batch: live, to be changed in place.
@@ -178,7 +200,7 @@ class StepPlaces:
         new = self._past_tensor() + torch.arange(self.num_new_tokens, device=self.arena.device)
         first_needed = [subpool.lifetime.first_needed(int(past) + self.num_new_tokens) for past in self.past]
         appends = bool((np.array(first_needed) > self.past).any())
-        reads_all = isinstance(subpool.lifetime, Full) and (self.past == self.max_past).all()
+        reads_all = isinstance(subpool.lifetime, Full) and self.is_even
         return TokenPlaces(
             write=self.step.entries(subpool, new),
             run=self.step.run(subpool) if reads_all else None,
@@ -196,78 +218,15 @@ def extent(lifetime: Lifetime, past: NDArray[np.int64], num_new_tokens: int) -> 
     return offset, max_past + num_new_tokens - offset
 
 
-_STORES: WeakKeyDictionary[Arena, tuple[Store, ...]] = WeakKeyDictionary()
-
-
-def stores_of(pool: CachePool) -> tuple[Store, ...]:
-    """What each layer of the pool's plan stores; made once for an arena."""
-    if pool.arena not in _STORES:
-        layers = range(len(pool.plan.layers))
-        with torch.inference_mode(False):  # tensors made in inference mode could not be written outside of it
-            _STORES[pool.arena] = tuple(_store(pool, layer) for layer in layers)
-    return _STORES[pool.arena]
-
-
-def check_served(index: int, memory: Memory) -> None:
-    """Raise PlanError if no layer of the cache serves keys and values that are stored so."""
-    if len(memory.rows) != 2 or memory.tokens_per_entry != 1 or isinstance(memory.lifetime, Chunk):
-        raise PlanError(
-            f"layer {index} stores {[row.name for row in memory.rows]} of {memory.tokens_per_entry} tokens for "
-            f"{memory.lifetime}; UnifiedCache serves layers that store one key and one value for each token, needed "
-            "for ever or in a window"
-        )
-
-
-def _store(pool: CachePool, layer: int) -> Store:
-    if pool.plan.layers[layer].shares is not None:
-        return Store(tokens=None, state=None)
-    tokens, state = None, None
-    for memory in pool.plan.layers[layer].memories:
-        if not isinstance(memory.lifetime, State):
-            check_served(layer, memory)
-    paged: list[tuple[SubPool, PlacedRow]] = []
-    states: list[tuple[SubPool, PlacedRow]] = []
-    for subpool, placed in pool.plan.where(layer):
-        (states if subpool.is_state else paged).append((subpool, placed))
-    if paged:
-        subpool = paged[0][0]
-        key, value = (placed for _, placed in paged)
-        tokens = TokenStore(
-            subpool=subpool,
-            rows=(key, value),
-            grids=(pool.arena.view(subpool, layer, key.row.name), pool.arena.view(subpool, layer, value.row.name)),
-            offsets_bytes=(key.offset_bytes, value.offset_bytes),
-            widths=(prod(key.row.shape), prod(value.row.shape)),
-            dtypes=(dtype_name(key.row.dtype), dtype_name(value.row.dtype)),
-        )
-    if states:
-        subpool = states[0][0]
-        state_grids = {placed.row.name: _state_grid(pool.arena.bytes, subpool, placed) for _, placed in states}
-        state = StateStore(subpool=subpool, grids=state_grids)
-    return Store(tokens=tokens, state=state)
-
-
-def _state_grid(arena: torch.Tensor, subpool: SubPool, placed: PlacedRow) -> torch.Tensor:
-    """A view [pages, *shape] with a storage of its own over the arena's memory.
-
-    A compiled graph may then change a state in place while ops write into the arena: functionalisation refuses changes
-    through views of one storage with two dtypes, and the bytes never overlap.
-    """
-    row = placed.row
-    alias = arena.view(row.dtype)
-    if not alias.is_meta:
-        alias = torch.utils.dlpack.from_dlpack(alias)
-    strides = tuple(prod(row.shape[axis + 1 :]) for axis in range(len(row.shape)))
-    return alias.as_strided(
-        (subpool.num_pages, *row.shape),
-        (subpool.page_bytes // row.dtype.itemsize, *strides),
-        (subpool.origin_bytes + placed.offset_bytes) // row.dtype.itemsize,
-    )
-
-
 def _stride(slots: NDArray[np.int64]) -> int | None:
     """Pages from row to row if that is the same positive number for all rows."""
     if len(slots) == 1:
         return 1
     steps = np.diff(slots)
     return int(steps[0]) if steps[0] > 0 and (steps == steps[0]).all() else None
+
+
+def _is_same(some: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    if some is None or other is None:
+        return some is other
+    return torch.equal(some, other)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from torch_uma.errors import ClosedError, OutOfMemory, SequenceError, TorchUmaError
-from torch_uma.integrations.transformers.places import stores_of
+from torch_uma.integrations.transformers.stores import stores_of
 from torch_uma.layout import Full
 
 if TYPE_CHECKING:

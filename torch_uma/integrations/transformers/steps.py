@@ -53,8 +53,13 @@ class GivenStep:
         self._lacks_inputs = bool((places.past != places.max_past).any())
         self._touches: set[tuple[int, str, bool]] = set()
 
+    @property
+    def in_place(self) -> bool:
+        """Whether the model's attention reads keys and values in the arena."""
+        return self.places.in_place
+
     def inputs(self) -> dict[str, torch.Tensor]:
-        """The attention mask and position ids, without which rows of unequal past would give wrong results."""
+        """The position ids and, for attention that needs it, the mask: rows of unequal past go wrong without them."""
         self._lacks_inputs = False
         return self.places.inputs()
 
@@ -88,14 +93,20 @@ class GivenStep:
     def leave(self, layer: int) -> None:
         """A layer has stored its tokens; the step is closed by whoever opened it."""
 
-    def length(self) -> int:
-        """Tokens that the longest sequence held before the step."""
+    def length(self) -> int | torch.Tensor:
+        """Tokens that the longest sequence held before the step; a tensor for a trace that goes on for other steps."""
+        if self.places.in_place and torch.compiler.is_compiling():
+            return self.places.longest_past
         return self.places.max_past
+
+    def has_tokens(self) -> bool:
+        """Whether any sequence held tokens before the step."""
+        return not self.places.is_first
 
     def extent(self, layer: int, lifetime: Lifetime, num_new_tokens: int) -> tuple[int, int]:
         """The first column and the number of columns of keys that the layer will read; SequenceError as for `enter`."""
         self._check_inputs()
-        return self.places.extents[layer]
+        return self.places.extent(layer)
 
     def _check_first(self, layer: int, name: str, is_read: bool) -> None:
         """With one new token a read of the forward counts too, as it may change the state in place."""
@@ -121,13 +132,18 @@ class OwnSteps:
     A step begins at a forward's first call, for all kinds at once, and is complete when all `parts` have been called:
     every layer's tokens, and every row of its state, which several new tokens write while one new token may only read
     it, to change it in place. If tokens came last it is committed at once, otherwise at the next call, as a state may
-    still be changing. A forward that stopped half-way is aborted at the next call; one that stopped in the last layer
-    while it changed a state in place cannot be told from a whole one.
+    still be changing and tokens may still be read. A forward that stopped half-way is aborted at the next call; one
+    that stopped in the last layer while it changed a state in place cannot be told from a whole one.
+
+    A compiled forward makes no calls, so its step begins before it, when `generate()` announces it, and is complete
+    when the graph has gone through the last layer.
     """
 
-    def __init__(self, rows: CacheRows, parts: Iterable[Part]) -> None:
+    def __init__(self, rows: CacheRows, parts: Iterable[Part], is_in_place: Callable[[], bool]) -> None:
         self.rows = rows
+        self._is_in_place = is_in_place
         self._parts = frozenset(parts)
+        self._final_layer = max((layer for layer, _ in self._parts), default=0)
         self._announced: int | None = None
         self._open: StepPlaces | None = None
         self._waiting: set[Part] = set()
@@ -140,7 +156,11 @@ class OwnSteps:
         """The pool that the rows are in, None until it is made."""
         return self.rows.pool
 
-    @_untraced
+    @property
+    def in_place(self) -> bool:
+        """Whether the model's attention reads keys and values in the arena."""
+        return self._is_in_place()
+
     def enter(
         self,
         layer: int,
@@ -154,15 +174,34 @@ class OwnSteps:
 
         `name` is "tokens" or that of a state row, which a layer reads at most once a forward, and before it writes it.
         None while there are no rows and `like`, a tensor [batch, ...], does not tell how many to make. OutOfMemory
-        leaves everything as after the last whole step. SequenceError in a forward whose step something else has ended.
+        leaves everything as after the last whole step. SequenceError in a forward whose step something else has ended,
+        and in a trace of a forward that nobody announced.
         """
+        if torch.compiler.is_compiling():
+            return self._trace(layer)
+        return self._enter(layer, name, is_read, num_new_tokens, like)
+
+    def _trace(self, layer: int) -> StepPlaces:
+        if self._open is None:
+            raise SequenceError(
+                "this compiled forward was not announced by generate(); in a loop of your own, compile the model over "
+                "pool.step()"
+            )
+        if layer == self._final_layer:
+            self._open.is_traversed = True
+        return self._open
+
+    @_untraced
+    def _enter(
+        self, layer: int, name: str, is_read: bool, num_new_tokens: int | None, like: torch.Tensor | None
+    ) -> StepPlaces | None:
         _check_shape(len(self.rows), like)
         places = self._open
         if places is not None:
             other_shape = num_new_tokens not in (None, places.num_new_tokens)
             if other_shape and all(touched == layer for touched, _, _ in self._touches):
                 places.step.state_touched = False  # its state was only looked at
-            is_through = not self._waiting and layer != self._last_layer
+            is_through = self._is_complete() and layer != self._last_layer
             is_again = (layer, name, is_read) in self._touches or (layer, name, False) in self._touches
             if other_shape or is_through or is_again:
                 self.settle()
@@ -186,37 +225,74 @@ class OwnSteps:
             self._waiting.discard((layer, name))
         return places
 
-    @_untraced
     def leave(self, layer: int) -> None:
-        """A layer has stored its tokens; if it was the last to be waited for, the step is committed."""
+        """A layer has stored its tokens; if it was the last to be waited for, the step is committed.
+
+        Not yet if they are to be read in the arena, as the pages that go with the commit may be among them.
+        """
+        if not torch.compiler.is_compiling():
+            self._leave(layer)
+
+    @_untraced
+    def _leave(self, layer: int) -> None:
         self._waiting.discard((layer, "tokens"))
-        if not self._waiting:
+        if not self._waiting and self._open is not None and not self._open.in_place:
             self.settle()
+
+    @_untraced
+    def announce(self, num_new_tokens: int) -> None:
+        """Begins the step of a forward that may be compiled, unless one is running or there are no rows yet.
+
+        OutOfMemory. A forward that makes calls after all takes the step over, or ends it if it has another shape.
+        """
+        if self._open is not None and self._touches and not self._is_complete():
+            return
+        if self._open is not None and (self._is_complete() or self._open.num_new_tokens != num_new_tokens):
+            self.settle()
+        if self._open is None and self.rows:
+            self._begin(num_new_tokens, None)
+
+    def _is_complete(self) -> bool:
+        return not self._waiting or (self._open is not None and self._open.is_traversed)
 
     def settle(self) -> None:
         """Brings the open step to rest: commits it if the forward went through all layers, aborts it otherwise."""
+        is_complete = self._is_complete()
         places, self._open = self._open, None
         if places is None:
             return
-        self._was_cut = bool(self._waiting)
-        if self._waiting:
+        self._was_cut = not is_complete and bool(self._touches)
+        if not is_complete:
             places.step.abort()
         else:
             places.keep_states()
             places.step.commit()
 
+    def length(self) -> int | torch.Tensor:
+        """Tokens in every row after the last whole step; in a trace, those before the step, as for a given one."""
+        if torch.compiler.is_compiling() and self._open is not None:
+            return self._open.longest_past
+        return self._length()
+
     @_untraced
-    def length(self) -> int:
-        """Tokens in every row after the last whole step."""
+    def _length(self) -> int:
         if self._open is not None:
-            return self._open.max_past + (0 if self._waiting else self._open.num_new_tokens)
+            return self._open.max_past + (self._open.num_new_tokens if self._is_complete() else 0)
         return self.rows.length
+
+    def has_tokens(self) -> bool:
+        """Whether the rows hold tokens; in a trace, whether they did before the step."""
+        if torch.compiler.is_compiling() and self._open is not None:
+            return not self._open.is_first
+        return self._length() > 0
 
     @_untraced
     def extent(self, layer: int, lifetime: Lifetime, num_new_tokens: int) -> tuple[int, int]:
         """As for a given step, in a forward of `num_new_tokens` that is expected from now on."""
         self._announced = num_new_tokens
-        return extent(lifetime, np.array([self.length()]), num_new_tokens)
+        if num_new_tokens == 1 and self.in_place:
+            self.announce(num_new_tokens)
+        return extent(lifetime, np.array([self._length()]), num_new_tokens)
 
     def at_rest(self) -> CacheRows:
         """The rows, to be looked at or changed by another than a forward."""
@@ -238,7 +314,7 @@ class OwnSteps:
 
     def fork(self) -> OwnSteps:
         """The same for another cache, with forks of the rows."""
-        return OwnSteps(self.at_rest().fork(), self._parts)
+        return OwnSteps(self.at_rest().fork(), self._parts, self._is_in_place)
 
     def _begin(self, num_new_tokens: int, like: torch.Tensor | None) -> None:
         is_new = not self.rows
@@ -250,7 +326,8 @@ class OwnSteps:
         try:
             step = self.rows.begin(num_new_tokens)
             try:
-                self._open = StepPlaces(self.pool, step, whole=False)
+                in_place = self.in_place
+                self._open = StepPlaces(self.pool, step, whole=in_place, in_place=in_place)
             except BaseException:
                 step.abort()
                 raise

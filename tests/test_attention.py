@@ -1,0 +1,159 @@
+"""Attention that reads the arena gives the tokens of stock attention, in generate() and in loops, whatever moves."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import pytest
+import torch
+from models import CHUNK, CONFIGS, build
+from test_generate import MEMORY, NUM_NEW, Scramble, generate
+from test_loop import Loop, alone, prompt_of
+from tiny_models import assert_same_tokens, prompts
+from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel, StaticCache
+
+import torch_uma
+from torch_uma import CachePool, UnifiedCache
+
+torch.set_num_threads(1)
+
+ATTENDING = ["gpt_oss", "qwen3_next", "bamba", *(name for name in CONFIGS if name != "mamba2")]
+LENGTHS = {"llama4": (37, 37, 37)}  # padding shifts its chunks
+
+
+@lru_cache
+def model_of(name: str, attention: str) -> PreTrainedModel:
+    return build(name, attention=attention)
+
+
+@lru_cache
+def expected(name: str) -> torch.Tensor:
+    return generate(model_of(name, "eager"), prompts(LENGTHS.get(name, (5, 37, 20))))
+
+
+def poisoned_pool(model: PreTrainedModel, page_size: int) -> CachePool:
+    pool = CachePool(model, memory=MEMORY, page_size=page_size, max_sequences=16)
+    torch_uma.testing.poison(pool)
+    return pool
+
+
+@pytest.mark.parametrize("page_size", [1, 7, 16])
+@pytest.mark.parametrize("name", ATTENDING)
+def test_generate_gives_the_tokens_of_stock_attention_while_pages_move(name: str, page_size: int) -> None:
+    model = model_of(name, "torch_uma")
+    inputs = prompts(LENGTHS.get(name, (5, 37, 20)))
+    cache = UnifiedCache(model, memory=MEMORY, page_size=page_size)
+    torch_uma.testing.poison(cache.pool)
+    hook = Scramble(cache.pool)
+    tokens = generate(model, inputs, cache=cache, logits_processor=LogitsProcessorList([hook]))
+    assert_same_tokens(model, tokens, expected(name), inputs["attention_mask"])
+    assert hook.num_calls == NUM_NEW and cache.pool.allocator.layout_version > 0
+    assert "in place" in cache.paths() and not {"view", "gather"} & set(cache.paths())
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("name", ATTENDING)
+def test_rows_of_unequal_length_need_no_mask(name: str, page_size: int) -> None:
+    model = model_of(name, "torch_uma")
+    pool = poisoned_pool(model, page_size)
+    loop = Loop(model, pool)
+    lengths = {loop.add(prompt_of(length), chunk=13): length for length in (5, 33, 18)}
+    for step in range(NUM_NEW):
+        sequences = list(lengths)
+        with torch.no_grad(), pool.step(dict.fromkeys(sequences, 1)) as cache:
+            assert set(cache.inputs()) == {"position_ids"}
+            logits = loop.forward(sequences, cache)
+        loop.keep(sequences, logits)
+        torch_uma.testing.scramble(pool, step)
+        pool.check()
+        if step == 9:
+            lengths[loop.fork(sequences[1])] = 33
+        if step == 20:
+            del lengths[sequences[0]]
+            sequences[0].free()
+    for sequence, length in lengths.items():
+        prompt = prompt_of(length)
+        tokens = loop.tokens[sequence]
+        stock = alone(model_of(name, "eager"), prompt, tokens.shape[1] - length)
+        assert_same_tokens(model, tokens, stock, torch.ones_like(prompt))
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "gemma2", "llama4", "deepseek_v3"])
+def test_a_prompt_may_come_in_pieces(name: str) -> None:
+    prompt = prompts((70,))["input_ids"]
+    stock = model_of(name, "eager")(prompt, use_cache=False).logits
+    model = model_of(name, "torch_uma")
+    for sizes in ([70], [1] * 70, [13, 1, 30, 26], [CHUNK, 54]):
+        pool = poisoned_pool(model, 7)
+        sequence = pool.add()
+        pieces = []
+        for part in prompt.split(sizes, dim=1):
+            with torch.no_grad(), pool.step({sequence: part.shape[1]}) as cache:
+                pieces.append(model(part, cache=cache, **cache.inputs()).logits)
+        torch.testing.assert_close(torch.cat(pieces, dim=1), stock, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "gemma2", "llama4", "deepseek_v3", "llama"])
+def test_without_its_cache_it_attends_as_stock_attention_does(name: str) -> None:
+    inputs = prompts((31, 9))
+    model, stock = model_of(name, "torch_uma"), model_of(name, "eager")
+    keep = inputs["attention_mask"].bool()
+    torch.testing.assert_close(
+        model(**inputs, use_cache=False).logits[keep],
+        stock(**inputs, use_cache=False).logits[keep],
+        rtol=1e-4,
+        atol=1e-4,
+    )
+    for make in (lambda: DynamicCache(config=model.config), lambda: StaticCache(model.config, max_cache_len=64)):
+        tokens = generate(model, inputs, max_new_tokens=12, cache=make(), disable_compile=True)
+        assert torch.equal(tokens, generate(stock, inputs, max_new_tokens=12))
+
+
+def test_gradients_flow_without_a_cache_and_are_refused_with_it() -> None:
+    model = build("gpt_oss", attention="torch_uma")
+    model.model.layers[0].self_attn.q_proj.weight.requires_grad_(True)
+    tokens = prompts((9,))["input_ids"]
+    model(tokens, use_cache=False).logits.sum().backward()
+    assert model.model.layers[0].self_attn.q_proj.weight.grad.abs().sum() > 0
+    with pytest.raises(torch_uma.GradientError):
+        model(tokens, cache=UnifiedCache(model, memory=MEMORY))
+
+
+def test_the_implementation_may_change_between_two_calls() -> None:
+    model = build("gpt_oss")
+    inputs = prompts((9, 30))
+    whole = generate(model, inputs, max_new_tokens=40)
+    cache = UnifiedCache(model, memory=MEMORY)
+    tokens, mask = inputs["input_ids"], inputs["attention_mask"]
+    for attention in ("torch_uma", "eager") * 2:
+        model.set_attn_implementation(attention)
+        tokens = generate(model, {"input_ids": tokens, "attention_mask": mask}, max_new_tokens=10, cache=cache)
+        mask = torch.cat([mask, mask.new_ones(2, 10)], dim=1)
+    assert_same_tokens(model, tokens, whole, inputs["attention_mask"])
+
+
+def test_padding_that_is_not_all_in_front() -> None:
+    inputs = prompts((40, 25))
+    inputs["attention_mask"][0, 7:12] = 0
+    inputs["attention_mask"][1, 30] = 0
+    for name in ("llama", "gemma2"):
+        tokens = generate(
+            model_of(name, "torch_uma"), inputs, cache=UnifiedCache(model_of(name, "torch_uma"), memory=MEMORY)
+        )
+        assert torch.equal(tokens, generate(model_of(name, "eager"), inputs))
+
+
+def test_padding_that_would_shift_chunks_is_refused() -> None:
+    model = model_of("llama4", "torch_uma")
+    with pytest.raises(torch_uma.SequenceError, match=r"shifts their chunks of 16.*pool\.step"):
+        generate(model, prompts((6, 37)), cache=UnifiedCache(model, memory=MEMORY))
+    inputs = prompts((37 - CHUNK, 37))
+    tokens = generate(model, inputs, cache=UnifiedCache(model, memory=MEMORY))
+    assert torch.equal(tokens, generate(model_of("llama4", "eager"), inputs))
+
+
+def test_a_cache_of_another_config_is_refused() -> None:
+    model = model_of("llama", "torch_uma")
+    cache = UnifiedCache(build("llama").config, memory=MEMORY)
+    tokens = generate(model, prompts((9, 9)), cache=cache)
+    assert torch.equal(tokens, generate(model_of("llama", "eager"), prompts((9, 9))))

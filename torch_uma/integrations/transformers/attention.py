@@ -1,0 +1,153 @@
+"""`attn_implementation="torch_uma"`: attention that reads keys and values where they lie in the arena.
+
+Owns what transformers calls under this name: the attention function, and the masks that tell it of padding. A layer of
+the cache stores the new keys and values and puts a `Reading` into the keyword arguments that its model hands on to the
+attention; whatever a `Reading` does not cover, such as a forward without a cache, is computed as stock attention does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+from torch_uma.errors import GradientError, SequenceError
+from torch_uma.integrations.transformers.reading import Reading
+
+NAME = "torch_uma"
+
+
+class InPlace(int):
+    """A number of keys that nobody fetches: how masks see that attention will read the arena."""
+
+
+def is_used(source: Any) -> bool:
+    """Whether the model, or the model of this config, attends by this implementation; False for None."""
+    config = getattr(source, "config", source)
+    return config is not None and config.get_text_config(decoder=True)._attn_implementation == NAME
+
+
+def register() -> None:
+    """Make the implementation known to transformers."""
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, mask)
+
+
+def mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: int = 0,
+    mask_function: Any = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    use_vmap: bool = False,
+    **kwargs: Any,
+) -> Tensor | None:
+    """What attention needs to know beside the lengths that it has: None if that is nothing.
+
+    For keys in the arena, with plain causal attention: int64 [rows, 1, 1, 1], the first token that is no padding; or,
+    if the padding is not all in front, bool [rows, 1, 1, tokens]. Otherwise the mask of "sdpa". May synchronise.
+    """
+    is_plain = not use_vmap and (allow_is_causal_skip or q_length == 1)
+    in_place = isinstance(kv_length, InPlace) or torch.compiler.is_compiling()
+    if not in_place or not is_plain:
+        other: Tensor | None = sdpa_mask(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=int(kv_length),
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            allow_is_causal_skip=allow_is_causal_skip and not in_place,
+            use_vmap=use_vmap,
+            **kwargs,
+        )
+        return other
+    if attention_mask is None:
+        return None
+    if torch.compiler.is_compiling():
+        return attention_mask[:, None, None, :]
+    if attention_mask.all():
+        return None
+    starts = attention_mask.int().argmax(dim=-1)
+    columns = torch.arange(attention_mask.shape[-1], device=attention_mask.device)
+    if torch.equal(attention_mask, columns >= starts[:, None]):
+        return starts[:, None, None, None]
+    return attention_mask[:, None, None, :]
+
+
+def attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    indices: Tensor | None = None,
+    torch_uma: Reading | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of `query` [rows, heads, new, dim] as transformers calls it: [rows, new, heads, value dim], and None.
+
+    With a `Reading` over what it covers in the arena, otherwise over `key` and `value`. SequenceError for what it
+    cannot do there: dropout, or masks of other forms over rows of unequal length.
+    """
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if torch_uma is None:
+        if attention_mask is not None and attention_mask.dtype == torch.int64:
+            raise SequenceError(
+                f"layer {getattr(module, 'layer_idx', '?')} attends by 'torch_uma' but stored nothing in this cache; "
+                "make the cache of the very model, or of its own config, that it is used with"
+            )
+        if softcap is None and s_aux is None and position_bias is None:
+            result: tuple[Tensor, None] = sdpa_attention_forward(
+                module, query, key, value, attention_mask, dropout=dropout, scaling=scale, **kwargs
+            )
+            return result
+        return _plain(query, key, value, attention_mask, scale, softcap, s_aux, position_bias), None
+    if dropout:
+        raise SequenceError("attention over the arena has no dropout; call model.eval(), or pass use_cache=False")
+    if torch.is_grad_enabled() and query.requires_grad:
+        raise GradientError("attention over the arena records no gradients; wrap the call in torch.no_grad()")
+    attend = torch_uma.attend_latents if torch_uma.is_latent else torch_uma.attend
+    return attend(module, query, key, value, attention_mask, scale, softcap or 0.0, s_aux, position_bias, indices), None
+
+
+def _plain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+    bias: Tensor | None,
+) -> Tensor:
+    """Attention over keys and values that are all there, with what torch's own does not offer. Gradients flow."""
+    batch, heads, num_queries, _ = query.shape
+    kv_heads, num_keys = key.shape[1:3]
+    grouped = query.unflatten(1, (kv_heads, heads // kv_heads))
+    scores = (grouped @ key.unsqueeze(2).transpose(-1, -2)).flatten(1, 2) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias
+    if mask is None:
+        mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).tril(num_keys - num_queries)
+    scores = scores.float().masked_fill(~mask, torch.finfo(torch.float32).min)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float().view(1, -1, 1, 1).expand(batch, -1, num_queries, 1)], dim=-1)
+    weights = scores.softmax(dim=-1)[..., :num_keys].to(value.dtype).unflatten(1, (kv_heads, heads // kv_heads))
+    attended: Tensor = weights @ value.unsqueeze(2)
+    return attended.flatten(1, 2).transpose(1, 2)

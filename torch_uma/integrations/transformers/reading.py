@@ -1,0 +1,200 @@
+"""What one layer's attention reads in one step, and the call that does so.
+
+A layer of the cache makes it when it stores the new tokens; the attention function of the model finds it among its
+keyword arguments.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_uma.errors import PlanError, SequenceError
+from torch_uma.integrations.transformers.places import StepPlaces
+from torch_uma.integrations.transformers.stores import TokenStore
+from torch_uma.layout import Chunk, Window
+from torch_uma.ops.attend import attend_reads
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """Keys and values of one layer in one step: those in the arena, and the new ones [rows, heads, new, dim]."""
+
+    places: StepPlaces
+    store: TokenStore
+    new: tuple[Tensor, Tensor]
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether what is stored is the latent of multi-head latent attention and its rotary key."""
+        return self.store.rows[0].row.name == "latent"
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scale: float,
+        softcap: float,
+        sinks: Tensor | None,
+        bias: Tensor | None,
+        indices: Tensor | None,
+    ) -> Tensor:
+        """Attention of `query` [rows, heads, new, dim]: [rows, new, heads, value dim]; `mask` as `attention.mask` says."""
+        dims = (key.shape[-1], value.shape[-1])
+        return self._attend(
+            query,
+            key,
+            value,
+            dims,
+            self.store.offsets_bytes,
+            mask=mask,
+            scale=scale,
+            softcap=softcap,
+            sinks=sinks,
+            bias=bias,
+            indices=indices,
+        )
+
+    def attend_latents(
+        self,
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scale: float,
+        softcap: float,
+        sinks: Tensor | None,
+        bias: Tensor | None,
+        indices: Tensor | None,
+    ) -> Tensor:
+        """As `attend`, where `key` and `value` are what the model made of the new latents.
+
+        Past tokens are read as latents: the projection that would make keys and values of them is applied to the query
+        and to the result instead (DeepSeek-V2, arXiv 2405.04434, section 2.1.2). PlanError for a projection that is no
+        plain linear layer.
+        """
+        options: dict[str, Any] = {"mask": mask, "scale": scale, "softcap": softcap, "sinks": sinks, "bias": bias}
+        if self.places.fresh and self.places.num_new_tokens > 1 and indices is None:
+            dims = (key.shape[-1], value.shape[-1])
+            return self._attend(query, key, value, dims, self.store.offsets_bytes, indices=None, **options)
+        projection = module.kv_b_proj
+        if type(projection) is not torch.nn.Linear or projection.bias is not None:
+            raise PlanError(
+                f"the latents of {type(module).__name__} are expanded by {projection}, and only a linear layer without "
+                "bias can be applied to the query instead; use attn_implementation='sdpa'"
+            )
+        latent, rope_key = self.new
+        value_dim, rank = value.shape[-1], latent.shape[-1]
+        weight = projection.weight.view(query.shape[1], -1, rank)  # [heads, key dim without position + value dim, rank]
+        of_keys, of_values = weight.split([weight.shape[1] - value_dim, value_dim], dim=1)
+        plain, rotary = query.split([of_keys.shape[1], query.shape[-1] - of_keys.shape[1]], dim=-1)
+        absorbed = torch.cat([torch.einsum("bhqd,hdr->bhqr", plain, of_keys), rotary], dim=-1)
+        self._check_adjacent()
+        offset_bytes = self.store.offsets_bytes[0]
+        attended = self._attend(
+            absorbed,
+            torch.cat([latent, rope_key], dim=-1),
+            latent,
+            (rank + rope_key.shape[-1], rank),
+            (offset_bytes, offset_bytes),
+            indices=indices,
+            **options,
+        )
+        return torch.einsum("bqhr,hvr->bqhv", attended, of_values)
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        dims: tuple[int, int],
+        offsets_bytes: tuple[int, int],
+        *,
+        mask: Tensor | None,
+        scale: float,
+        softcap: float,
+        sinks: Tensor | None,
+        bias: Tensor | None,
+        indices: Tensor | None,
+    ) -> Tensor:
+        """[rows, new, heads, dims[1]]; `key` and `value` [rows, heads, new, dim] are read if new tokens are several."""
+        places, subpool = self.places, self.store.subpool
+        num_new_tokens, lifetime = places.num_new_tokens, subpool.lifetime
+        starts = None
+        if mask is not None and mask.dtype == torch.int64:
+            starts, mask = mask.flatten(), None
+            if isinstance(lifetime, Chunk):
+                self._check_chunks(starts, lifetime)
+        first_column = 0
+        columns = mask if mask is not None else bias
+        if columns is not None:
+            if not places.is_even:
+                raise SequenceError(
+                    "rows that hold unequal numbers of tokens can only be attended to causally, without a mask of "
+                    "another form or a bias; run them in steps of their own"
+                )
+            first_column = places.max_past + num_new_tokens - columns.shape[-1]
+        if mask is not None and mask.dtype.is_floating_point:
+            bias, mask = mask if bias is None else mask + bias, None
+        options: dict[str, Any] = {
+            "softcap": softcap,
+            "sinks": sinks,
+            "mask": None if mask is None else mask.squeeze(1),
+            "bias": bias,
+            "first_column": first_column,
+            "new_key": _packed(key) if places.has_new(subpool) else None,
+            "new_value": _packed(value) if places.has_new(subpool) else None,
+        }
+        where = (subpool.origin_bytes, subpool.entry_bytes)
+        what: tuple[Any, ...] = (offsets_bytes, dims, key.shape[1], self.store.dtypes, scale)
+        if places.plans_reads and indices is None and not torch.compiler.is_compiling():
+            reads = places.reads(subpool, starts)
+            attended, _ = attend_reads(places.arena, _packed(query), reads, *where, *what, **options)
+        else:
+            attended, _ = torch.ops.torch_uma.attend(
+                places.arena,
+                _packed(query),
+                places.query_starts,
+                places.page_table(subpool),
+                places.v2p,
+                places.rows,
+                places.lengths,
+                *where,
+                subpool.page_size,
+                *what,
+                window=lifetime.num_tokens if isinstance(lifetime, Window) else 0,
+                chunk=lifetime.num_tokens if isinstance(lifetime, Chunk) else 0,
+                starts=starts,
+                indices=None if indices is None else indices.flatten(0, -2),
+                **options,
+            )
+        result: Tensor = attended.unflatten(0, (places.num_rows, num_new_tokens))
+        return result
+
+    def _check_chunks(self, starts: Tensor, lifetime: Chunk) -> None:
+        if torch.compiler.is_compiling() or not (starts % lifetime.num_tokens).any():
+            return
+        raise SequenceError(
+            f"padding of {starts.tolist()} tokens in front of the rows shifts their chunks of {lifetime.num_tokens}, "
+            "of which the arena keeps the last one; pad by multiples of that, or use pool.step, which needs no padding"
+        )
+
+    def _check_adjacent(self) -> None:
+        latent, rope_key = self.store.rows
+        if latent.offset_bytes + latent.row.num_bytes != rope_key.offset_bytes:
+            raise PlanError(
+                f"latents of {latent.row.num_bytes} bytes are not a multiple of 16, so keys cannot be read as one; "
+                "use attn_implementation='sdpa'"
+            )
+
+
+def _packed(states: Tensor) -> Tensor:
+    """[rows, heads, tokens, dim] as [rows * tokens, heads, dim]."""
+    return states.transpose(1, 2).flatten(0, 1)

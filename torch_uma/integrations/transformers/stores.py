@@ -1,0 +1,124 @@
+"""What each layer of a model stores in the arena: which rows of which sub-pool, and views over the whole of each grid.
+
+Made once for an arena; nothing here depends on a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.utils.dlpack
+
+from torch_uma.errors import PlanError
+from torch_uma.layout import Memory, PlacedRow, State
+from torch_uma.ops.reference import dtype_name
+from torch_uma.plan import SubPool
+
+if TYPE_CHECKING:
+    from torch_uma.arena import Arena
+    from torch_uma.pool import CachePool
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenStore:
+    """The rows of one attention layer: keys, then values, in one sub-pool. Each grid is [pages, page_size, *shape].
+
+    `offsets_bytes`, `widths` (elements of a row) and `dtypes` are what the ops take.
+    """
+
+    subpool: SubPool
+    rows: tuple[PlacedRow, PlacedRow]
+    grids: tuple[torch.Tensor, torch.Tensor]
+    offsets_bytes: tuple[int, int]
+    widths: tuple[int, int]
+    dtypes: tuple[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateStore:
+    """The state rows of one layer by name. Each grid is [pages, *shape]."""
+
+    subpool: SubPool
+    grids: Tensors
+
+
+@dataclass(frozen=True, kw_only=True)
+class Store:
+    """What one layer stores in the arena; a layer that stores nothing has neither."""
+
+    tokens: TokenStore | None
+    state: StateStore | None
+
+
+_STORES: WeakKeyDictionary[Arena, tuple[Store, ...]] = WeakKeyDictionary()
+
+
+def stores_of(pool: CachePool) -> tuple[Store, ...]:
+    """What each layer of the pool's plan stores; made once for an arena."""
+    if pool.arena not in _STORES:
+        layers = range(len(pool.plan.layers))
+        with torch.inference_mode(False):  # tensors made in inference mode could not be written outside of it
+            _STORES[pool.arena] = tuple(_store(pool, layer) for layer in layers)
+    return _STORES[pool.arena]
+
+
+def check_served(index: int, memory: Memory) -> None:
+    """Raise PlanError if no layer of the cache serves keys and values that are stored so."""
+    if len(memory.rows) != 2 or memory.tokens_per_entry != 1:
+        raise PlanError(
+            f"layer {index} stores {[row.name for row in memory.rows]} of {memory.tokens_per_entry} tokens for "
+            f"{memory.lifetime}; UnifiedCache serves layers that store one key and one value for each token"
+        )
+
+
+def _store(pool: CachePool, layer: int) -> Store:
+    if pool.plan.layers[layer].shares is not None:
+        return Store(tokens=None, state=None)
+    tokens, state = None, None
+    for memory in pool.plan.layers[layer].memories:
+        if not isinstance(memory.lifetime, State):
+            check_served(layer, memory)
+    paged: list[tuple[SubPool, PlacedRow]] = []
+    states: list[tuple[SubPool, PlacedRow]] = []
+    for subpool, placed in pool.plan.where(layer):
+        (states if subpool.is_state else paged).append((subpool, placed))
+    if paged:
+        subpool = paged[0][0]
+        key, value = (placed for _, placed in paged)
+        tokens = TokenStore(
+            subpool=subpool,
+            rows=(key, value),
+            grids=(pool.arena.view(subpool, layer, key.row.name), pool.arena.view(subpool, layer, value.row.name)),
+            offsets_bytes=(key.offset_bytes, value.offset_bytes),
+            widths=(prod(key.row.shape), prod(value.row.shape)),
+            dtypes=(dtype_name(key.row.dtype), dtype_name(value.row.dtype)),
+        )
+    if states:
+        subpool = states[0][0]
+        state_grids = {placed.row.name: _state_grid(pool.arena.bytes, subpool, placed) for _, placed in states}
+        state = StateStore(subpool=subpool, grids=state_grids)
+    return Store(tokens=tokens, state=state)
+
+
+def _state_grid(arena: torch.Tensor, subpool: SubPool, placed: PlacedRow) -> torch.Tensor:
+    """A view [pages, *shape] with a storage of its own over the arena's memory.
+
+    A compiled graph may then change a state in place while ops write into the arena: functionalisation refuses changes
+    through views of one storage with two dtypes, and the bytes never overlap.
+    """
+    row = placed.row
+    alias = arena.view(row.dtype)
+    if not alias.is_meta:
+        alias = torch.utils.dlpack.from_dlpack(alias)
+    strides = tuple(prod(row.shape[axis + 1 :]) for axis in range(len(row.shape)))
+    return alias.as_strided(
+        (subpool.num_pages, *row.shape),
+        (subpool.page_bytes // row.dtype.itemsize, *strides),
+        (subpool.origin_bytes + placed.offset_bytes) // row.dtype.itemsize,
+    )
