@@ -88,6 +88,7 @@ def attend(
             chunk=chunk,
             starts=None if starts is None else starts.numpy(),
             has_new=new_key is not None,
+            token_bytes=num_kv_heads * sum(dim * reference.dtype_of(name).itemsize for dim, name in zip(dims, dtypes)),
         )
         return attend_reads(
             arena,

@@ -111,33 +111,33 @@ class _Rows:
 
     def of(self, run: Run, num_sequences: int, width: int) -> Tensor:
         """The run's rows `[B, heads, keys, width]`; what is behind `dim` numbers of a row is anything."""
-        if run.is_new:
-            assert self.new is not None
-            tokens = self.new.narrow(0, run.first, (num_sequences - 1) * run.apart + run.num_tokens)
-            if tokens.stride(2) != 1:
-                tokens = tokens.contiguous()
-            stride = tokens.stride()
-            rows = tokens.as_strided(
-                (num_sequences, self._num_heads, run.num_tokens, self.dim),
-                (run.apart * stride[0], stride[1], stride[0], 1),
-            )
-            return pad(rows, (0, width - self.dim)) if width > self.dim else rows
-        if run.entries is not None:
-            size = (
-                (self._end - self._first - self._num_heads * self.dim) // self._entry + 1,
-                self._num_heads,
-                self.dim,
-            )
-            rows = self._numbers.as_strided(size, (self._entry, self.dim, 1), self._first)
-            rows = rows.index_select(0, run.entries).transpose(0, 1).unsqueeze(0)
-            return pad(rows, (0, width - self.dim)) if width > self.dim else rows
-        first = self._first + run.first * self._entry
-        strides = (run.apart * self._entry, self.dim, self._entry, 1)
-        if width > self.dim:
-            last = first + (num_sequences - 1) * strides[0] + (run.num_tokens - 1) * self._entry
-            if last + (self._num_heads - 1) * self.dim + width > self._end:
-                return pad(self.of(run, num_sequences, self.dim), (0, width - self.dim))
-        return self._numbers.as_strided((num_sequences, self._num_heads, run.num_tokens, width), strides, first)
+        if run.entries is None and not run.is_new:
+            first = self._first + run.first * self._entry
+            strides = (run.apart * self._entry, self.dim, self._entry, 1)
+            if width > self.dim:
+                last = first + (num_sequences - 1) * strides[0] + (run.num_tokens - 1) * self._entry
+                if last + (self._num_heads - 1) * self.dim + width > self._end:
+                    return pad(self.of(run, num_sequences, self.dim), (0, width - self.dim))
+            return self._numbers.as_strided((num_sequences, self._num_heads, run.num_tokens, width), strides, first)
+        rows = self._gather(run.entries) if run.entries is not None else self._given(run, num_sequences)
+        return pad(rows, (0, width - self.dim)) if width > self.dim else rows
+
+    def _given(self, run: Run, num_sequences: int) -> Tensor:
+        """Rows of the new tokens."""
+        assert self.new is not None
+        tokens = self.new.narrow(0, run.first, (num_sequences - 1) * run.apart + run.num_tokens)
+        if tokens.stride(2) != 1:
+            tokens = tokens.contiguous()
+        stride = tokens.stride()
+        size = (num_sequences, self._num_heads, run.num_tokens, self.dim)
+        return tokens.as_strided(size, (run.apart * stride[0], stride[1], stride[0], 1))
+
+    def _gather(self, entries: Tensor) -> Tensor:
+        """A copy of the rows of these entries."""
+        num_entries = (self._end - self._first - self._num_heads * self.dim) // self._entry + 1
+        size = (num_entries, self._num_heads, self.dim)
+        rows = self._numbers.as_strided(size, (self._entry, self.dim, 1), self._first)
+        return rows.index_select(0, entries).transpose(0, 1).unsqueeze(0)
 
 
 class _Columns:
@@ -215,13 +215,14 @@ class _Call:
             query = query[0].permute(1, 2, 0, 3)
         merge = Merge()
         for run in block.runs:
-            mask = self._mask(block, run, packed, group)
-            key = self._keys.of(run, num_sequences, self._keys.dim)
+            sees_all = run.sees is Sees.ALL and self._columns is None
+            mask = None if sees_all else self._mask(block, run, packed, group)
+            key = self._keys.of(run, num_sequences, width)
             if self._is_plain:
                 value = self._values.of(run, num_sequences, self._values.dim)
                 merge.add(*plain(query, key, value, self._scale, mask, self._softcap))
                 continue
-            value = self._values.of(run, num_sequences, self._keys.dim)
+            value = self._values.of(run, num_sequences, width)
             if not packed:
                 key, value = (each.transpose(0, 1).expand(-1, group, -1, -1) for each in (key, value))
             merge.add(*flash(query, key, value, self._scale, mask, mask is None and run.sees is Sees.CAUSAL))

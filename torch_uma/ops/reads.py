@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,8 +26,9 @@ _BLOCK_TOKENS = 1024
 _SMALL_BLOCK_TOKENS = 128
 _MIDDLE_BLOCK_TOKENS = 256
 
-# Runs of fewer entries cost less to copy together than to attend to one by one.
-_SHORT_RUN_ENTRIES = 24
+# Runs of fewer bytes cost less to copy together, so many bytes at a time, than to attend to one by one.
+_SHORT_RUN_BYTES = 2**17
+_COPY_BYTES = 2**20
 
 
 class Sees(Enum):
@@ -38,8 +39,7 @@ class Sees(Enum):
     BAND = "band"
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """Keys of consecutive positions, one run a sequence of its block.
 
     Attributes:
@@ -61,8 +61,7 @@ class Run:
     entries: Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+class Block(NamedTuple):
     """Consecutive queries of one sequence, or of several that lie alike, and what they read.
 
     Attributes:
@@ -115,11 +114,13 @@ def plan_reads(
     chunk: int = 0,
     starts: Integers | None = None,
     has_new: bool = False,
+    token_bytes: int = 2048,
 ) -> Reads:
     """Plan what the queries of R sequences read; sequence i has tokens `query_starts[i]` to `query_starts[i + 1]`.
 
     Arrays are as the tensors of `attend`, in host memory; nothing is modified. `has_new` says that the new keys and
-    values will be given. IndexError for a needed position without a page, ValueError for a sequence of fewer tokens
+    values will be given; `token_bytes`, what key and value of a token have in a layer, decides which runs are so short
+    that they are copied. IndexError for a needed position without a page, ValueError for a sequence of fewer tokens
     than it has queries.
     """
     counts = np.diff(query_starts)
@@ -144,6 +145,8 @@ def plan_reads(
         window=window,
         chunk=chunk,
         has_new=has_new,
+        short=_SHORT_RUN_BYTES // token_bytes,
+        at_once=max(1, _COPY_BYTES // token_bytes),
     )
     return Reads(blocks=tuple(batch.blocks()), window=window, has_new=has_new)
 
@@ -195,6 +198,8 @@ class _Batch:
     window: int
     chunk: int
     has_new: bool
+    short: int
+    at_once: int
 
     def blocks(self) -> Iterator[Block]:
         apart = self._apart()
@@ -222,7 +227,7 @@ class _Batch:
 
     def _blocks_of(self, sequence: int, num_sequences: int, apart: int) -> Iterator[Block]:
         first, count, start = self.firsts[sequence], self.counts[sequence], self.starts[sequence]
-        stored = _Stored(self.runs[sequence], apart)
+        stored = _Stored(self.runs[sequence], apart, self.short, self.at_once)
         position, end = max(first, start), first + count
         while position < end:
             until = min(end, position + self._block_tokens(position))
@@ -255,8 +260,7 @@ class _Batch:
         return min(tokens, self.chunk - position % self.chunk) if self.chunk else tokens
 
 
-@dataclass(frozen=True, slots=True)
-class _Span:
+class _Span(NamedTuple):
     """Positions about a block: seen by its first query from `low`, by its last from `high`; queries `[first, end)`."""
 
     low: int
@@ -265,12 +269,13 @@ class _Span:
     end: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Stored:
+class _Stored(NamedTuple):
     """The runs of one sequence in the arena."""
 
     runs: list[tuple[int, int, int]]
     apart: int
+    short: int
+    at_once: int
 
     def read(self, span: _Span) -> list[Run]:
         """What the block reads of these: long runs in place, short ones that follow one another copied together."""
@@ -281,7 +286,7 @@ class _Stored:
             if at >= until:
                 continue
             entry += at - position
-            if until - at < _SHORT_RUN_ENTRIES and len(self.runs) > 1:
+            if until - at < self.short and len(self.runs) > 1:
                 short.append((at, until, entry))
                 continue
             runs.extend(self._together(span, short))
@@ -295,8 +300,11 @@ class _Stored:
             for at, until, entry in short:
                 yield from _seen(span, Run(at, until - at, entry, self.apart, False, Sees.ALL))
             return
+        position = short[0][0]
         entries = torch.from_numpy(np.concatenate([np.arange(e, e + until - at) for at, until, e in short]))
-        yield from _seen(span, Run(short[0][0], len(entries), 0, 0, False, Sees.ALL, entries))
+        for some in entries.split(self.at_once):
+            yield from _seen(span, Run(position, len(some), 0, 0, False, Sees.ALL, some))
+            position += len(some)
 
 
 def _seen(span: _Span, run: Run) -> Iterator[Run]:
