@@ -7,8 +7,8 @@ arena have been made for the context and the tokens of all rounds, and no more. 
 tokens, a ratio the median of those within the rounds. The second StaticCache shows the noise. Logits must agree within
 1e-4 for as long as a row's tokens do, so that tokens can only differ where two tie.
 
-The memory needed, which the bytes of a cache are compared with, is what its sequences have to keep between two steps at
-their last length. What decoding adds is the most that torch has allocated during a step beside what it held before.
+`cache_bytes` and `decode_bytes`, the most that torch allocates during a call beside what it held before, are compared
+with what the sequences have to keep between two steps at their last length. 8 KV heads at 16,384 take some 13 GB.
 
     python benchmarks/generate.py --json generate.json
     python benchmarks/generate.py --models llama_2kv --contexts 512 4096 --policies default static arena
@@ -20,8 +20,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from records import Record, parser, publish, record
@@ -83,28 +82,19 @@ MODELS: dict[str, Callable[[], PreTrainedConfig]] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Policy:
+class Policy(NamedTuple):
     """A cache for sequences of at most so many tokens, and the attention it is used with, None for the model's own."""
 
     make: Callable[[PreTrainedModel, int], Cache]
     attention: str | None = None
 
 
-def static_cache(model: PreTrainedModel, num_tokens: int) -> Cache:
-    return StaticCache(config=model.config, max_cache_len=num_tokens)
-
-
-def unified_cache(model: PreTrainedModel, num_tokens: int) -> Cache:
-    return UnifiedCache(model, max_tokens=num_tokens)
-
-
 POLICIES = {
-    "default": Policy(make=lambda model, num_tokens: DynamicCache(config=model.config)),
-    "static": Policy(make=static_cache),
-    "static_again": Policy(make=static_cache),
-    "arena": Policy(make=unified_cache),
-    "arena_torch_uma": Policy(make=unified_cache, attention="torch_uma"),
+    "default": Policy(lambda model, num_tokens: DynamicCache(config=model.config)),
+    "static": Policy(lambda model, num_tokens: StaticCache(config=model.config, max_cache_len=num_tokens)),
+    "static_again": Policy(lambda model, num_tokens: StaticCache(config=model.config, max_cache_len=num_tokens)),
+    "arena": Policy(lambda model, num_tokens: UnifiedCache(model, max_tokens=num_tokens)),
+    "torch_uma": Policy(lambda model, num_tokens: UnifiedCache(model, max_tokens=num_tokens), "torch_uma"),
 }
 
 
@@ -229,7 +219,6 @@ def measure(name: str, context: int, policies: Sequence[str], rounds: int, new_t
     for contestant in contestants:
         del contestant.step_ms[0]  # a warm-up
     case = f"{name}/{context}"
-    needed = batch * needed_bytes(layers, num_tokens)
     records = [record(case, "parameters", model.num_parameters() / 1e6, "M")]
     for contestant in contestants:
         more: dict[str, Any] = {"policy": contestant.name, "attention": contestant.attention}
@@ -237,18 +226,16 @@ def measure(name: str, context: int, policies: Sequence[str], rounds: int, new_t
         records.append(record(case, "ms_per_token", milliseconds, "ms", **more))
         for other in contestants:
             if other.name in ("default", "static") and other is not contestant:
-                ratio = statistics.median(ours / theirs for ours, theirs in zip(contestant.step_ms, other.step_ms))
                 reference = statistics.median(other.step_ms)
-                metric = f"ms_per_token_to_{other.name}"
-                records.append(record(case, metric, milliseconds, "ms", reference, ratio, **more))
-        decode_bytes = contestant.decode_bytes()
+                ratio = statistics.median(ours / theirs for ours, theirs in zip(contestant.step_ms, other.step_ms))
+                records.append(record(case, f"ms_to_{other.name}", milliseconds, "ms", reference, ratio, **more))
+        more["rows_tied"] = int((~contestant.same).sum())
+        records.append(record(case, "logits_difference", contestant.difference, "", **more))
+    needed = batch * needed_bytes(layers, num_tokens)
+    for contestant in contestants:
+        more = {"policy": contestant.name, "attention": contestant.attention}
+        records.append(record(case, "decode_bytes", contestant.decode_bytes(), "B", needed, **more))
         records.append(record(case, "cache_bytes", contestant.cache_bytes(), "B", needed, **more))
-        records.append(record(case, "decode_bytes", decode_bytes, "B", needed, **more))
-        records.append(
-            record(
-                case, "logits_difference", contestant.difference, "", rows_tied=int((~contestant.same).sum()), **more
-            )
-        )
     return records
 
 
