@@ -21,6 +21,8 @@ from transformers import (
     PreTrainedModel,
 )
 
+import torch_uma.integrations.transformers  # noqa: F401 (registers its attention)
+
 CHUNK = 16
 _SMALL: dict[str, Any] = {
     "vocab_size": VOCABULARY,
