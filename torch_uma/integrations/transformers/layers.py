@@ -85,8 +85,8 @@ class AttentionLayer(ArenaLayer, CacheLayerMixin):
             keys, values = key_states, value_states
         elif isinstance(self._lifetime, Chunk):
             raise PlanError(
-                f"layer {self._layer} attends within chunks, which padding that only the attention sees may shift; call "
-                f"model.set_attn_implementation({NAME!r})"
+                f"layer {self._layer} attends within chunks, which padding may shift, and only attention sees padding; "
+                f"call model.set_attn_implementation({NAME!r})"
             )
         elif where.run is not None and _has_dtype(store, key_states.dtype) and not torch.compiler.is_compiling():
             self.path = "view"

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from torch_uma.integrations.transformers.stores import Tensors, stores_of
+from torch_uma.integrations.transformers.stores import StateStore, Tensors, grid_over, stores_of
 from torch_uma.layout import Chunk, Full, Lifetime, Window
 from torch_uma.ops.reads import Reads, plan_reads
 from torch_uma.ops.reference import on_host
@@ -66,6 +66,7 @@ class StepPlaces:
         self._fetched: dict[int, torch.Tensor] = {}
         self._reads: dict[int, tuple[torch.Tensor | None, Reads]] = {}
         self._states: dict[int, Tensors] = {}
+        self._copy: torch.Tensor | None = None  # of the states, [rows, page_bytes] uint8
         self.plans_reads = in_place and on_host(self.arena)
         if in_place:
             ends = torch.arange(self.num_rows + 1, device=self.arena.device)
@@ -75,7 +76,7 @@ class StepPlaces:
             self.longest_past = past.amax()
         for subpool in pool.plan.subpools:
             if subpool.is_state:
-                self._place_states(subpool, pool)
+                self._place_states(subpool)
             else:
                 self.tokens[subpool.index] = self._place_tokens(subpool)
                 if whole and not in_place:
@@ -152,49 +153,42 @@ class StepPlaces:
     def state(self, layer: int) -> Tensors:
         """The state of `layer` by row name, [rows, *shape] in the order of the batch: live, to be changed in place.
 
-        Views of the arena if the rows lie at one stride, otherwise copies that `keep_state` writes back.
+        Views of the arena if the rows lie side by side, otherwise of a copy that `keep_states` writes back. Their
+        strides are the same.
         """
         if layer not in self._states:
             store = self.stores[layer].state
             assert store is not None
-            self._states[layer] = {name: self._rows_of(grid) for name, grid in store.grids.items()}
+            if self.views_states:
+                grids, first = store.grids, int(self._slots[0])
+            else:
+                grids, first = self._copied_grids(store), 0
+            self._states[layer] = {name: grid[first : first + self.num_rows] for name, grid in grids.items()}
         return self._states[layer]
 
-    def keep_state(self, layer: int) -> None:
-        """Writes the working copy of a layer's state back into the arena, if it is a copy."""
-        store = self.stores[layer].state
-        if store is None or self._slot_stride is not None or layer not in self._states:
-            return
-        self.step.state_touched = True
-        for name, rows in self._states.pop(layer).items():
-            store.grids[name].index_copy_(0, self._slots, rows)
-
     def keep_states(self) -> None:
-        """Writes every working copy back into the arena."""
-        for layer in list(self._states):
-            self.keep_state(layer)
+        """Writes the copy of the states, if there is one, back into the arena."""
+        if self._copy is not None:
+            self.step.state_touched = True
+            self._state_pages.index_copy_(0, torch.from_numpy(self._slots).to(self.arena.device), self._copy)
 
-    @property
-    def views_states(self) -> bool:
-        """Whether states are served as views of the arena, instead of copies."""
-        return self._slot_stride is not None
-
-    def _rows_of(self, grid: torch.Tensor) -> torch.Tensor:
-        if self._slot_stride is None:
-            return grid.index_select(0, self._slots)
-        shape = (self.num_rows, *grid.shape[1:])
-        strides = (self._slot_stride * grid.stride(0), *grid.stride()[1:])
-        return grid.as_strided(shape, strides, grid.storage_offset() + self._first_slot * grid.stride(0))
-
-    def _place_states(self, subpool: SubPool, pool: CachePool) -> None:
-        slots = self.step.slots()
-        self._first_slot = int(slots[0])
-        self._slot_stride = _stride(slots)
-        self._slots = torch.from_numpy(slots).to(self.arena.device)
+    def _place_states(self, subpool: SubPool) -> None:
+        self._slots = self.step.slots()
+        self.views_states = bool((np.diff(self._slots) == 1).all())
+        pages = self.arena[subpool.origin_bytes :][: subpool.num_pages * subpool.page_bytes]
+        self._state_pages = pages.view(subpool.num_pages, subpool.page_bytes)
         if self.step.fresh.any():
-            entries = self.arena[subpool.origin_bytes :][: subpool.num_pages * subpool.page_bytes]
-            fresh = self._slots[torch.from_numpy(self.step.fresh).to(self.arena.device)]
-            entries.view(subpool.num_pages, subpool.page_bytes).index_fill_(0, fresh, 0)
+            fresh = torch.from_numpy(self._slots[self.step.fresh]).to(self.arena.device)
+            self._state_pages.index_fill_(0, fresh, 0)
+
+    def _copied_grids(self, store: StateStore) -> Tensors:
+        if self._copy is None:
+            slots = torch.from_numpy(self._slots).to(self.arena.device)
+            self._copy = self._state_pages.index_select(0, slots)
+        return {
+            name: grid_over(self._copy.view(-1), placed, store.subpool.page_bytes, placed.offset_bytes)
+            for name, placed in store.rows.items()
+        }
 
     def _place_tokens(self, subpool: SubPool) -> TokenPlaces:
         new = self._past_tensor() + torch.arange(self.num_new_tokens, device=self.arena.device)
@@ -216,14 +210,6 @@ def extent(lifetime: Lifetime, past: NDArray[np.int64], num_new_tokens: int) -> 
     max_past = int(past.max())
     offset = min(max_past - length + lifetime.first_needed(length) for length in map(int, np.unique(past)))
     return offset, max_past + num_new_tokens - offset
-
-
-def _stride(slots: NDArray[np.int64]) -> int | None:
-    """Pages from row to row if that is the same positive number for all rows."""
-    if len(slots) == 1:
-        return 1
-    steps = np.diff(slots)
-    return int(steps[0]) if steps[0] > 0 and (steps == steps[0]).all() else None
 
 
 def _is_same(some: torch.Tensor | None, other: torch.Tensor | None) -> bool:

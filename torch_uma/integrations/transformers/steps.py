@@ -217,8 +217,6 @@ class OwnSteps:
             )
         places = self._open
         assert places is not None
-        if self._last_layer is not None and self._last_layer != layer:
-            places.keep_state(self._last_layer)
         self._last_layer = layer
         self._touches.add((layer, name, is_read))
         if name != "tokens" and (places.num_new_tokens == 1 or not is_read):

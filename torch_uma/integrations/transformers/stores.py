@@ -45,6 +45,7 @@ class StateStore:
     """The state rows of one layer by name. Each grid is [pages, *shape]."""
 
     subpool: SubPool
+    rows: dict[str, PlacedRow]
     grids: Tensors
 
 
@@ -101,24 +102,29 @@ def _store(pool: CachePool, layer: int) -> Store:
         )
     if states:
         subpool = states[0][0]
-        state_grids = {placed.row.name: _state_grid(pool.arena.bytes, subpool, placed) for _, placed in states}
-        state = StateStore(subpool=subpool, grids=state_grids)
+        rows = {placed.row.name: placed for _, placed in states}
+        grids = {
+            name: grid_over(pool.arena.bytes, placed, subpool.page_bytes, subpool.origin_bytes + placed.offset_bytes)
+            for name, placed in rows.items()
+        }
+        state = StateStore(subpool=subpool, rows=rows, grids=grids)
     return Store(tokens=tokens, state=state)
 
 
-def _state_grid(arena: torch.Tensor, subpool: SubPool, placed: PlacedRow) -> torch.Tensor:
-    """A view [pages, *shape] with a storage of its own over the arena's memory.
+def grid_over(memory: torch.Tensor, placed: PlacedRow, page_bytes: int, first_byte: int) -> torch.Tensor:
+    """A state row in every page of `memory`, from `first_byte` on: [pages, *shape], with a storage of its own.
 
     A compiled graph may then change a state in place while ops write into the arena: functionalisation refuses changes
     through views of one storage with two dtypes, and the bytes never overlap.
     """
     row = placed.row
-    alias = arena.view(row.dtype)
+    alias = memory.view(row.dtype)
     if not alias.is_meta:
         alias = torch.utils.dlpack.from_dlpack(alias)
     strides = tuple(prod(row.shape[axis + 1 :]) for axis in range(len(row.shape)))
+    num_pages = (memory.numel() - first_byte - row.num_bytes) // page_bytes + 1
     return alias.as_strided(
-        (subpool.num_pages, *row.shape),
-        (subpool.page_bytes // row.dtype.itemsize, *strides),
-        (subpool.origin_bytes + placed.offset_bytes) // row.dtype.itemsize,
+        (num_pages, *row.shape),
+        (page_bytes // row.dtype.itemsize, *strides),
+        first_byte // row.dtype.itemsize,
     )
