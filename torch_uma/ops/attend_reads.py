@@ -164,11 +164,14 @@ class _Columns:
         return total.view(total.shape[0], *heads, *total.shape[2:])
 
     def _cut(self, columns: Tensor, block: Block, run: Run) -> Tensor:
-        first = run.position - self._first_column
-        if first < 0 or first + run.num_tokens > columns.shape[3]:
+        low, high = run.position, run.position + run.num_tokens - 1
+        if run.positions is not None:
+            low, high = int(run.positions.min()), int(run.positions.max())
+        first = low - self._first_column
+        if first < 0 or high - self._first_column >= columns.shape[3]:
             raise ValueError(
                 f"mask and bias cover positions {self._first_column} to {self._first_column + columns.shape[3] - 1},"
-                f" but {run.position} to {run.position + run.num_tokens - 1} are read"
+                f" but {low} to {high} are read"
             )
         if columns.shape[2] not in (1, block.apart):
             raise ValueError(f"mask and bias are for {columns.shape[2]} queries a sequence, not for {block.apart}")
@@ -176,6 +179,8 @@ class _Columns:
             columns = columns.narrow(0, block.sequence, block.num_sequences)
         if columns.shape[2] > 1:
             columns = columns.narrow(2, block.skipped, block.num_tokens)
+        if run.positions is not None:
+            return columns.index_select(3, run.positions - self._first_column)
         return columns.narrow(3, first, run.num_tokens)
 
 
@@ -214,18 +219,26 @@ class _Call:
         else:
             query = query[0].permute(1, 2, 0, 3)
         merge = Merge()
-        for run in block.runs:
+        runs = block.runs if self._columns is None else [each for run in block.runs for each in run.each()]
+        for run in runs:
+            num_runs = num_sequences if run.second is None else 2
+            asking = query if run.second is None else query.expand(2, -1, -1, -1)
             sees_all = run.sees is Sees.ALL and self._columns is None
             mask = None if sees_all else self._mask(block, run, packed, group)
-            key = self._keys.of(run, num_sequences, width)
+            key = self._keys.of(run, num_runs, width)
             if self._is_plain:
-                value = self._values.of(run, num_sequences, self._values.dim)
-                merge.add(*plain(query, key, value, self._scale, mask, self._softcap))
-                continue
-            value = self._values.of(run, num_sequences, width)
-            if not packed:
-                key, value = (each.transpose(0, 1).expand(-1, group, -1, -1) for each in (key, value))
-            merge.add(*flash(query, key, value, self._scale, mask, mask is None and run.sees is Sees.CAUSAL))
+                value = self._values.of(run, num_runs, self._values.dim)
+                out, lse = plain(asking, key, value, self._scale, mask, self._softcap)
+            else:
+                value = self._values.of(run, num_runs, width)
+                if not packed:
+                    key, value = (each.transpose(0, 1).expand(-1, group, -1, -1) for each in (key, value))
+                out, lse = flash(asking, key, value, self._scale, mask, mask is None and run.sees is Sees.CAUSAL)
+            if run.second is None:
+                merge.add(out, lse)
+            else:
+                merge.add(out[:1], lse[:1])
+                merge.add(out[1:], lse[1:])
         out, lse = merge.result()
         out = out[..., : self._values.dim]
         if packed:
@@ -251,10 +264,12 @@ class _Call:
     def _band(self, block: Block, run: Run, group: int) -> Tensor:
         """0 where a query may see a key by its position, else -inf: `[tokens x group, keys]`."""
         bands = self._reads.bands
-        shape = (block.position - run.position, block.num_tokens, run.num_tokens, group, self._mask_dtype)
+        ahead = block.position - run.position
+        shape = (ahead, block.num_tokens, run.num_tokens, group, self._mask_dtype, id(run.positions))
         band = bands.get(shape)
         if band is None:
-            behind = torch.arange(block.num_tokens).unsqueeze(1) + (shape[0] - torch.arange(run.num_tokens))
+            keys = torch.arange(run.num_tokens) if run.positions is None else run.positions
+            behind = torch.arange(ahead, ahead + block.num_tokens).unsqueeze(1) - keys
             hidden = behind < 0
             if self._reads.window:
                 hidden |= behind >= self._reads.window

@@ -16,6 +16,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from torch_uma.lifespans import spread
+
 Integers = npt.NDArray[np.integer[Any]]
 
 MOST_PACKED = 16
@@ -27,7 +29,9 @@ _SMALL_BLOCK_TOKENS = 128
 _MIDDLE_BLOCK_TOKENS = 256
 
 # Runs of fewer bytes cost less to copy together, so many bytes at a time, than to attend to one by one.
-_SHORT_RUN_BYTES = 2**17
+# Where many queries look at each run, what is merged costs more.
+_SHORT_RUN_BYTES = 2**16
+_MORE_SHORT = 4
 _COPY_BYTES = 2**20
 
 
@@ -40,16 +44,17 @@ class Sees(Enum):
 
 
 class Run(NamedTuple):
-    """Keys of consecutive positions, one run a sequence of its block.
+    """Keys of consecutive positions, one run a sequence of its block; or two runs of one sequence; or copied keys.
 
     Attributes:
         position: of the first key.
         num_tokens: how many keys.
         first: entry of the first key; its token, if it is one of the new keys.
-        apart: entries, or tokens, from one sequence's run to that of the next.
+        apart: entries, or tokens, from one sequence's run to that of the next, or from one of two to the other.
         is_new: the keys are given by the caller, and not stored.
         sees: what of the run is seen.
-        entries: int64 [num_tokens]: where the keys lie, if not one after another.
+        second: position of the first key of the other of two runs.
+        entries, positions: int64 [num_tokens]: where copied keys lie and stand; they are in no order.
     """
 
     position: int
@@ -58,7 +63,18 @@ class Run(NamedTuple):
     apart: int
     is_new: bool
     sees: Sees
+    second: int | None = None
     entries: Tensor | None = None
+    positions: Tensor | None = None
+
+    def each(self) -> tuple[Run, ...]:
+        """The two runs, or the one, on their own."""
+        if self.second is None:
+            return (self,)
+        return (
+            self._replace(apart=0, second=None),
+            self._replace(position=self.second, first=self.first + self.apart, apart=0, second=None),
+        )
 
 
 class Block(NamedTuple):
@@ -270,7 +286,7 @@ class _Span(NamedTuple):
 
 
 class _Stored(NamedTuple):
-    """The runs of one sequence in the arena."""
+    """The runs of one sequence in the arena, and from how many tokens on one is worth a call of its own."""
 
     runs: list[tuple[int, int, int]]
     apart: int
@@ -278,33 +294,62 @@ class _Stored(NamedTuple):
     at_once: int
 
     def read(self, span: _Span) -> list[Run]:
-        """What the block reads of these: long runs in place, short ones that follow one another copied together."""
-        runs: list[Run] = []
-        short: list[tuple[int, int, int]] = []
+        """What the block reads of these: long runs in place, by twos if its queries are few, short ones copied."""
+        long: list[Run] = []
+        whole: list[tuple[int, int, int]] = []  # short runs that all queries see
+        other: list[tuple[int, int, int]] = []
+        few = span.end - span.first <= MOST_PACKED
+        short = self.short if few else self.short * _MORE_SHORT
         for position, until, entry in self.runs:
             at, until = max(position, span.low), min(until, span.end)
             if at >= until:
                 continue
             entry += at - position
-            if until - at < self.short and len(self.runs) > 1:
-                short.append((at, until, entry))
-                continue
-            runs.extend(self._together(span, short))
-            runs.extend(_seen(span, Run(at, until - at, entry, self.apart, False, Sees.ALL)))
-            short = []
-        runs.extend(self._together(span, short))
-        return runs
+            if until - at >= short or len(self.runs) == 1:
+                long.extend(_seen(span, Run(at, until - at, entry, self.apart, False, Sees.ALL)))
+            elif at < span.high:
+                other.append((at, until, entry))
+            else:
+                cut = max(at, min(until, span.first + 1))
+                if at < cut:
+                    whole.append((at, cut, entry))
+                if cut < until:
+                    other.append((cut, until, entry + cut - at))
+        if few and len(long) > 1:
+            long = list(self._by_twos(long, whole))
+        return [*long, *self._copied(whole, Sees.ALL), *self._copied(other, Sees.BAND)]
 
-    def _together(self, span: _Span, short: list[tuple[int, int, int]]) -> Iterator[Run]:
+    def _by_twos(self, runs: list[Run], short: list[tuple[int, int, int]]) -> Iterator[Run]:
+        """Any two runs lie at one stride, so two of equal length take one call; what is over may be `short`."""
+        waiting: Run | None = None
+        for run in sorted(runs, key=lambda run: run.num_tokens):
+            if run.sees is not Sees.ALL:
+                yield run
+            elif waiting is None:
+                waiting = run
+            else:
+                num_tokens = waiting.num_tokens
+                low, high = (waiting, run) if waiting.first < run.first else (run, waiting)
+                yield low._replace(num_tokens=num_tokens, apart=high.first - low.first, second=high.position)
+                over = run.num_tokens - num_tokens
+                waiting = None
+                if over >= self.short:
+                    waiting = _cut(run, run.position + num_tokens, run.position + run.num_tokens, Sees.ALL)
+                elif over:
+                    short.append((run.position + num_tokens, run.position + run.num_tokens, run.first + num_tokens))
+        if waiting is not None:
+            yield waiting
+
+    def _copied(self, short: list[tuple[int, int, int]], sees: Sees) -> Iterator[Run]:
         if len(short) < 2:
             for at, until, entry in short:
-                yield from _seen(span, Run(at, until - at, entry, self.apart, False, Sees.ALL))
+                yield Run(at, until - at, entry, self.apart, False, sees)
             return
-        position = short[0][0]
-        entries = torch.from_numpy(np.concatenate([np.arange(e, e + until - at) for at, until, e in short]))
-        for some in entries.split(self.at_once):
-            yield from _seen(span, Run(position, len(some), 0, 0, False, Sees.ALL, some))
-            position += len(some)
+        first, until, entry = np.array(short).T
+        positions = torch.from_numpy(spread(first, until - first))
+        entries = torch.from_numpy(spread(entry, until - first))
+        for some, at in zip(entries.split(self.at_once), positions.split(self.at_once)):
+            yield Run(0, len(some), 0, 0, False, sees, entries=some, positions=at)
 
 
 def _seen(span: _Span, run: Run) -> Iterator[Run]:
@@ -323,6 +368,5 @@ def _seen(span: _Span, run: Run) -> Iterator[Run]:
 
 def _cut(run: Run, position: int, end: int, sees: Sees) -> Run:
     """The part of a run at positions `[position, end)`."""
-    skipped = position - run.position
-    entries = None if run.entries is None else run.entries[skipped : end - run.position]
-    return Run(position, end - position, run.first + skipped, run.apart, run.is_new, sees, entries)
+    first = run.first + position - run.position
+    return run._replace(position=position, num_tokens=end - position, first=first, sees=sees)
