@@ -84,9 +84,9 @@ class Batch:
 
     def plan(self) -> Reads:
         tables = (self.page_table, self.v2p, self.rows, self.lengths, self.query_starts)
-        return plan_reads(
-            *(each.numpy() for each in tables), page_size=PAGE_SIZE, token_bytes=_token_bytes(self.num_kv_heads)
-        )
+        page_table, v2p, rows, lengths, query_starts = (each.numpy() for each in tables)
+        token_bytes = _token_bytes(self.num_kv_heads)
+        return plan_reads(page_table, v2p, rows, lengths, query_starts, PAGE_SIZE, token_bytes=token_bytes)
 
     def layout(self, layer: int) -> tuple[Any, ...]:
         dims, dtypes = [HEAD_DIM] * 2, ["float32"] * 2

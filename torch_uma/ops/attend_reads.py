@@ -107,7 +107,7 @@ class _Rows:
         self._first = self._numbers.storage_offset() + (origin_bytes + offset_bytes) // size
         self._end = self._numbers.storage_offset() + self._numbers.shape[0]
         self._entry = entry_bytes // size
-        self._num_heads = num_heads
+        self.num_heads = num_heads
 
     def of(self, run: Run, num_sequences: int, width: int) -> Tensor:
         """The run's rows `[B, heads, keys, width]`; what is behind `dim` numbers of a row is anything."""
@@ -116,9 +116,9 @@ class _Rows:
             strides = (run.apart * self._entry, self.dim, self._entry, 1)
             if width > self.dim:
                 last = first + (num_sequences - 1) * strides[0] + (run.num_tokens - 1) * self._entry
-                if last + (self._num_heads - 1) * self.dim + width > self._end:
+                if last + (self.num_heads - 1) * self.dim + width > self._end:
                     return pad(self.of(run, num_sequences, self.dim), (0, width - self.dim))
-            return self._numbers.as_strided((num_sequences, self._num_heads, run.num_tokens, width), strides, first)
+            return self._numbers.as_strided((num_sequences, self.num_heads, run.num_tokens, width), strides, first)
         rows = self._gather(run.entries) if run.entries is not None else self._given(run, num_sequences)
         return pad(rows, (0, width - self.dim)) if width > self.dim else rows
 
@@ -129,13 +129,13 @@ class _Rows:
         if tokens.stride(2) != 1:
             tokens = tokens.contiguous()
         stride = tokens.stride()
-        size = (num_sequences, self._num_heads, run.num_tokens, self.dim)
+        size = (num_sequences, self.num_heads, run.num_tokens, self.dim)
         return tokens.as_strided(size, (run.apart * stride[0], stride[1], stride[0], 1))
 
     def _gather(self, entries: Tensor) -> Tensor:
         """A copy of the rows of these entries."""
-        num_entries = (self._end - self._first - self._num_heads * self.dim) // self._entry + 1
-        size = (num_entries, self._num_heads, self.dim)
+        num_entries = (self._end - self._first - self.num_heads * self.dim) // self._entry + 1
+        size = (num_entries, self.num_heads, self.dim)
         rows = self._numbers.as_strided(size, (self._entry, self.dim, 1), self._first)
         return rows.index_select(0, entries).transpose(0, 1).unsqueeze(0)
 
@@ -211,43 +211,51 @@ class _Call:
 
     def attend(self, block: Block) -> tuple[Tensor, Tensor]:
         """`[B, tokens, kv heads, group, D]`, and the log-sum-exps without D."""
-        query = _tokens(self._query, block, self._keys._num_heads)
+        query = _tokens(self._query, block, self._keys.num_heads)
         num_sequences, num_tokens, num_kv_heads, group, width = query.shape
         packed = self._is_plain or num_tokens <= MOST_PACKED
         if packed:
             query = query.transpose(1, 2).reshape(num_sequences, num_kv_heads, num_tokens * group, width)
         else:
             query = query[0].permute(1, 2, 0, 3)
-        merge = Merge()
         runs = block.runs if self._columns is None else [each for run in block.runs for each in run.each()]
-        for run in runs:
-            num_runs = num_sequences if run.second is None else 2
-            asking = query if run.second is None else query.expand(2, -1, -1, -1)
-            sees_all = run.sees is Sees.ALL and self._columns is None
-            mask = None if sees_all else self._mask(block, run, packed, group)
-            key = self._keys.of(run, num_runs, width)
-            if self._is_plain:
-                value = self._values.of(run, num_runs, self._values.dim)
-                out, lse = plain(asking, key, value, self._scale, mask, self._softcap)
-            else:
-                value = self._values.of(run, num_runs, width)
-                if not packed:
-                    key, value = (each.transpose(0, 1).expand(-1, group, -1, -1) for each in (key, value))
-                out, lse = flash(asking, key, value, self._scale, mask, mask is None and run.sees is Sees.CAUSAL)
-            if run.second is None:
-                merge.add(out, lse)
-            else:
-                merge.add(out[:1], lse[:1])
-                merge.add(out[1:], lse[1:])
-        out, lse = merge.result()
+        if len(runs) == 1 and runs[0].second is None:
+            out, lse = self._attend(block, runs[0], query, num_sequences, packed)
+        else:
+            merge = Merge()
+            two = query.expand(2, -1, -1, -1) if num_sequences == 1 and packed else query
+            for run in runs:
+                if run.second is not None:
+                    merge.add(*self._attend(block, run, two, 2, packed))
+                else:
+                    out, lse = self._attend(block, run, query, num_sequences, packed)
+                    one = num_sequences == 1 and packed
+                    merge.add(out if one else out.unsqueeze(0), lse if one else lse.unsqueeze(0))
+            out, lse = merge.result()
         out = out[..., : self._values.dim]
         if packed:
             shape = (num_sequences, num_kv_heads, num_tokens, group)
-            return out.view(*shape, -1).transpose(1, 2), lse.view(shape).transpose(1, 2)
+            return out.view(*shape, -1).transpose(1, 2), lse.reshape(shape).transpose(1, 2)
         return out.permute(2, 0, 1, 3).unsqueeze(0), lse.permute(2, 0, 1).unsqueeze(0)
 
-    def _mask(self, block: Block, run: Run, packed: bool, group: int) -> Tensor | None:
+    def _attend(self, block: Block, run: Run, query: Tensor, batch: int, packed: bool) -> tuple[Tensor, Tensor]:
+        """One run for each of the batch, laid out as the queries are."""
+        mask = None
+        if run.sees is not Sees.ALL or self._columns is not None:
+            mask = self._mask(block, run, packed)
+        width = self._keys.dim
+        key = self._keys.of(run, batch, width)
+        if self._is_plain:
+            value = self._values.of(run, batch, self._values.dim)
+            return plain(query, key, value, self._scale, mask, self._softcap)
+        value = self._values.of(run, batch, width)
+        if not packed:
+            key, value = (each.transpose(0, 1).expand(-1, query.shape[1], -1, -1) for each in (key, value))
+        return flash(query, key, value, self._scale, mask, mask is None and run.sees is Sees.CAUSAL)
+
+    def _mask(self, block: Block, run: Run, packed: bool) -> Tensor | None:
         """What is added to the scores of the block for the run, as its queries are laid out; None for nothing."""
+        group = self._query.shape[1] // self._keys.num_heads
         banded = run.sees is Sees.BAND or (run.sees is Sees.CAUSAL and (packed or self._columns is not None))
         if self._columns is None:
             return self._band(block, run, group if packed else 1) if banded else None

@@ -15,7 +15,7 @@ from torch import Tensor
 _flash: Callable[..., tuple[Tensor, Tensor]] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 # So many scores, or numbers of partial results, are held at a time.
-_MOST_SCORES = 2**22
+_MOST_NUMBERS = 2**22
 _FEWEST_KEYS = 64
 
 
@@ -41,14 +41,15 @@ def plain(
     wide = wide_dtype(query.dtype)
     query = query.to(wide) * scale
     merge = Merge()
-    step = max(_FEWEST_KEYS, _MOST_SCORES // max(1, math.prod(query.shape[:3])))
+    step = max(_FEWEST_KEYS, _MOST_NUMBERS // max(1, math.prod(query.shape[:3])))
     for first in range(0, key.shape[2], step):
         scores = query @ key[:, :, first : first + step].to(wide).mT
         if softcap:
             scores = scores.div_(softcap).tanh_().mul_(softcap)
         if mask is not None:
             scores += mask[..., first : first + step]
-        merge.add(*weigh(scores, value[:, :, first : first + step].to(wide)))
+        out, lse = weigh(scores, value[:, :, first : first + step].to(wide))
+        merge.add(out.unsqueeze(0), lse.unsqueeze(0))
     return merge.result()
 
 
@@ -70,23 +71,22 @@ class Merge:
     def __init__(self) -> None:
         self._outs: list[Tensor] = []
         self._lses: list[Tensor] = []
+        self._held = 0
 
-    def add(self, out: Tensor, lse: Tensor) -> None:
-        """Take in a result; the number of those held at a time is bounded."""
-        self._outs.append(out)
-        self._lses.append(lse)
-        if len(self._outs) > 1 and len(self._outs) * out.numel() > _MOST_SCORES:
+    def add(self, outs: Tensor, lses: Tensor) -> None:
+        """Take in results `[results, ..., D]`; how much is held at a time is bounded."""
+        self._outs.append(outs)
+        self._lses.append(lses)
+        self._held += outs.numel()
+        if self._held > _MOST_NUMBERS and len(self._outs) > 1:
             out, lse = self.result()
-            self._outs, self._lses = [out], [lse]
+            self._outs, self._lses, self._held = [out.unsqueeze(0)], [lse.unsqueeze(0)], out.numel()
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """The result over all keys; wide, if there were several."""
-        if len(self._outs) == 1:
-            return self._outs[0], self._lses[0]
-        lses = torch.stack(self._lses)
+        """The result over all keys, `[..., D]`; wide, if there were several."""
+        outs, lses = torch.cat(self._outs), torch.cat(self._lses)
         lse = lses.logsumexp(0)
-        weights = (lses - _finite(lse)).exp_().unsqueeze(-1)
-        return (torch.stack(self._outs) * weights).sum(0), lse
+        return (outs * (lses - _finite(lse)).exp_().unsqueeze(-1)).sum(0), lse
 
 
 def _finite(lse: Tensor) -> Tensor:
