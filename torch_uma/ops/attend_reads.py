@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from torch_uma.ops.attention import Merge, flash, plain, wide_dtype, with_sinks
-from torch_uma.ops.reads import MOST_PACKED, Block, Reads, Run, Sees
+from torch_uma.ops.blocks import Block, Reads, Run, Sees
+from torch_uma.ops.reads import MOST_PACKED
 from torch_uma.ops.reference import dtype_of
 
 # A plan keeps so many masks for the next layer.

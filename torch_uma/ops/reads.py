@@ -1,24 +1,20 @@
-"""Which entries the queries of a batch read, as a value: planned from page numbers, without a look at the arena.
+"""The plan of what a batch reads, from page numbers alone.
 
-Owns the order of the work on the host: queries in blocks, for each block the runs of consecutive entries that it reads,
-and how much of each run its queries see. All layers that share a page table share one plan.
+Owns the order of the work on the host: how queries are cut into blocks, which runs are read in place and which copied.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from enum import Enum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from torch_uma.lifespans import spread
-
-Integers = npt.NDArray[np.integer[Any]]
+from torch_uma.ops.blocks import Block, Run, Sees
+from torch_uma.ops.blocks import Reads as Reads
+from torch_uma.ops.stretches import Integers, Stretch, find_stretches
 
 MOST_PACKED = 16
 """Up to so many new tokens a sequence, the queries of a group of heads read their keys together."""
@@ -33,89 +29,6 @@ _MIDDLE_BLOCK_TOKENS = 256
 _SHORT_RUN_BYTES = 2**16
 _MORE_SHORT = 4
 _COPY_BYTES = 2**20
-
-
-class Sees(Enum):
-    """Which keys of a run the queries of its block see: all of them, those up to their own, or those in a band."""
-
-    ALL = "all"
-    CAUSAL = "causal"
-    BAND = "band"
-
-
-class Run(NamedTuple):
-    """Keys of consecutive positions, one run a sequence of its block; or two runs of one sequence; or copied keys.
-
-    Attributes:
-        position: of the first key.
-        num_tokens: how many keys.
-        first: entry of the first key; its token, if it is one of the new keys.
-        apart: entries, or tokens, from one sequence's run to that of the next, or from one of two to the other.
-        is_new: the keys are given by the caller, and not stored.
-        sees: what of the run is seen.
-        second: position of the first key of the other of two runs.
-        entries, positions: int64 [num_tokens]: where copied keys lie and stand; they are in no order.
-    """
-
-    position: int
-    num_tokens: int
-    first: int
-    apart: int
-    is_new: bool
-    sees: Sees
-    second: int | None = None
-    entries: Tensor | None = None
-    positions: Tensor | None = None
-
-    def each(self) -> tuple[Run, ...]:
-        """The two runs, or the one, on their own."""
-        if self.second is None:
-            return (self,)
-        return (
-            self._replace(apart=0, second=None),
-            self._replace(position=self.second, first=self.first + self.apart, apart=0, second=None),
-        )
-
-
-class Block(NamedTuple):
-    """Consecutive queries of one sequence, or of several that lie alike, and what they read.
-
-    Attributes:
-        sequence: the first sequence.
-        num_sequences: how many.
-        first_token: the packed token with which the first sequence begins.
-        skipped: its tokens before the first query of the block.
-        num_tokens: queries of each sequence.
-        apart: tokens from one sequence to the next.
-        position: of the first query.
-        runs: what is read, by position.
-    """
-
-    sequence: int
-    num_sequences: int
-    first_token: int
-    skipped: int
-    num_tokens: int
-    apart: int
-    position: int
-    runs: tuple[Run, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reads:
-    """What a batch reads: its blocks, in order; a query in none of them sees nothing.
-
-    Attributes:
-        blocks: blocks of queries.
-        window: as planned for; 0 for none.
-        has_new: the keys of the new tokens come from the caller.
-        bands: masks of the blocks, kept by whoever applies the plan for the next layer.
-    """
-
-    blocks: tuple[Block, ...]
-    window: int
-    has_new: bool
-    bands: dict[tuple[object, ...], Tensor] = field(default_factory=dict, compare=False, repr=False)
 
 
 def plan_reads(
@@ -139,25 +52,29 @@ def plan_reads(
     that they are copied. IndexError for a needed position without a page, ValueError for a sequence of fewer tokens
     than it has queries.
     """
-    counts = np.diff(query_starts)
-    firsts = lengths - counts
-    if (firsts < 0).any():
-        raise ValueError(f"sequences of {lengths.tolist()} tokens cannot have {counts.tolist()} new ones among them")
-    starts = np.zeros_like(firsts) if starts is None else np.maximum(starts, 0)
-    needed = starts
+    # Numbers of sequences as lists: for a few sequences, arithmetic on arrays costs more.
+    tokens, numbers, table_rows = query_starts.tolist(), lengths.tolist(), rows.tolist()
+    counts = [end - start for start, end in zip(tokens, tokens[1:])]
+    firsts = [length - count for length, count in zip(numbers, counts)]
+    if firsts and min(firsts) < 0:
+        raise ValueError(f"sequences of {numbers} tokens cannot have {counts} new ones among them")
+    lowest = [0] * len(firsts) if starts is None else [max(0, start) for start in starts.tolist()]
+    needed = lowest
     if window:
-        needed = np.maximum(needed, firsts + (1 - window))
+        needed = [max(low, first + 1 - window) for low, first in zip(needed, firsts)]
     if chunk:
-        needed = np.maximum(needed, firsts - firsts % chunk)
-    ends = np.where((counts > 0) & (rows >= 0), firsts if has_new else lengths, 0)
-    runs = _find_runs(page_table, v2p, rows, needed, ends, page_size)
+        needed = [max(low, first - first % chunk) for low, first in zip(needed, firsts)]
+    ends = [
+        (first if has_new else length) if count and row >= 0 else 0
+        for first, length, count, row in zip(firsts, numbers, counts, table_rows)
+    ]
     batch = _Batch(
-        token_starts=query_starts.tolist(),
-        rows=rows.tolist(),
-        firsts=firsts.tolist(),
-        counts=counts.tolist(),
-        starts=starts.tolist(),
-        runs=runs,
+        token_starts=tokens,
+        rows=table_rows,
+        firsts=firsts,
+        counts=counts,
+        starts=lowest,
+        runs=find_stretches(page_table, v2p, table_rows, needed, ends, page_size),
         window=window,
         chunk=chunk,
         has_new=has_new,
@@ -167,42 +84,7 @@ def plan_reads(
     return Reads(blocks=tuple(batch.blocks()), window=window, has_new=has_new)
 
 
-def _find_runs(
-    page_table: Integers, v2p: Integers, rows: Integers, needed: Integers, ends: Integers, page_size: int
-) -> list[list[tuple[int, int, int]]]:
-    """For each row its runs `(position, end position, first entry)` over the positions `[needed, ends)`."""
-    runs: list[list[tuple[int, int, int]]] = [[] for _ in range(len(rows))]
-    reading = needed < ends
-    if not reading.any():
-        return runs
-    low = needed // page_size
-    high = np.where(reading, -(-ends // page_size), 0)
-    from_column, to_column = int(low[reading].min()), int(high.max())
-    if to_column > page_table.shape[1]:
-        raise IndexError(f"a sequence of {to_column} pages has a page table of {page_table.shape[1]} columns")
-    ids = page_table[np.maximum(rows, 0), from_column:to_column]
-    pages = v2p[ids]
-    columns = np.arange(from_column, to_column)
-    inside = (columns >= low[:, None]) & (columns < high[:, None])
-    absent = inside & ((ids < 0) | (pages < 0))
-    if absent.any():
-        at, column = np.argwhere(absent)[0].tolist()
-        raise IndexError(f"row {rows[at]} has no page for position {(from_column + column) * page_size}")
-    begins = inside.copy()
-    begins[:, 1:] &= ~inside[:, :-1] | (np.diff(pages, axis=1) != 1)
-    of, at = begins.nonzero()
-    position = np.maximum((at + from_column) * page_size, needed[of])
-    entry = pages[of, at].astype(np.int64) * page_size + position % page_size
-    until = ends[of]
-    same = of[1:] == of[:-1]
-    until[:-1][same] = position[1:][same]
-    for row, first, end, first_entry in zip(of.tolist(), position.tolist(), until.tolist(), entry.tolist()):
-        runs[row].append((first, end, first_entry))
-    return runs
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Batch:
+class _Batch(NamedTuple):
     """What is known of each sequence before its queries are cut into blocks."""
 
     token_starts: list[int]
@@ -210,7 +92,7 @@ class _Batch:
     firsts: list[int]
     counts: list[int]
     starts: list[int]
-    runs: list[list[tuple[int, int, int]]]
+    runs: list[list[Stretch]]
     window: int
     chunk: int
     has_new: bool
@@ -288,7 +170,7 @@ class _Span(NamedTuple):
 class _Stored(NamedTuple):
     """The runs of one sequence in the arena, and from how many tokens on one is worth a call of its own."""
 
-    runs: list[tuple[int, int, int]]
+    runs: list[Stretch]
     apart: int
     short: int
     at_once: int
@@ -296,8 +178,8 @@ class _Stored(NamedTuple):
     def read(self, span: _Span) -> list[Run]:
         """What the block reads of these: long runs in place, by twos if its queries are few, short ones copied."""
         long: list[Run] = []
-        whole: list[tuple[int, int, int]] = []  # short runs that all queries see
-        other: list[tuple[int, int, int]] = []
+        whole: list[Stretch] = []  # short runs that all queries see
+        other: list[Stretch] = []
         few = span.end - span.first <= MOST_PACKED
         short = self.short if few else self.short * _MORE_SHORT
         for position, until, entry in self.runs:
@@ -319,7 +201,7 @@ class _Stored(NamedTuple):
             long = list(self._by_twos(long, whole))
         return [*long, *self._copied(whole, Sees.ALL), *self._copied(other, Sees.BAND)]
 
-    def _by_twos(self, runs: list[Run], short: list[tuple[int, int, int]]) -> Iterator[Run]:
+    def _by_twos(self, runs: list[Run], short: list[Stretch]) -> Iterator[Run]:
         """Any two runs lie at one stride, so two of equal length take one call; what is over may be `short`."""
         waiting: Run | None = None
         for run in sorted(runs, key=lambda run: run.num_tokens):
@@ -340,7 +222,7 @@ class _Stored(NamedTuple):
         if waiting is not None:
             yield waiting
 
-    def _copied(self, short: list[tuple[int, int, int]], sees: Sees) -> Iterator[Run]:
+    def _copied(self, short: list[Stretch], sees: Sees) -> Iterator[Run]:
         if len(short) < 2:
             for at, until, entry in short:
                 yield Run(at, until - at, entry, self.apart, False, sees)
