@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,12 +11,13 @@ import torch
 from torch import Tensor
 
 from torch_uma.errors import SequenceError
-from torch_uma.runs import Run, find_run
+from torch_uma.runs import Run, align_states, alignment_price_bytes, find_run
 from torch_uma.sequence import Sequence
 from torch_uma.tables import Int64Array
 
 if TYPE_CHECKING:
     from torch_uma.pool import CachePool
+    from torch_uma.step import Step
 
 
 class Rows:
@@ -32,6 +34,10 @@ class Rows:
         self._pool = pool
         self._tensor: Tensor | None = None
         self._runs: dict[int, tuple[tuple[int, int, int], Run | None]] = {}
+        self._state_cells: Int64Array | None = None
+        self._aligned_slots = b""  # that lie side by side
+        self._apart_bytes = 0  # what steps have copied because states lay apart
+        self._unaligned: tuple[object, ...] | None = None  # how things were when they could not be aligned
 
     def tensor(self) -> Tensor:
         """[rows] int64 on the pool's device."""
@@ -48,6 +54,45 @@ class Rows:
         if known is None or known[0] != state:
             known = self._runs[k] = (state, find_run(books, self.numbers, k, num_pages))
         return known[1]
+
+    def align_states(self, step: Step) -> None:
+        """Move the states of a step over these rows side by side, once its steps have copied as much as that costs.
+
+        The step has just begun, so that nobody has seen its places, and its own pin holds nothing yet. Where it cannot
+        be done, it is tried again when states have come, gone or moved. Moves pages, or changes nothing.
+        """
+        books = self._pool.sequences
+        allocator = books.allocator
+        if not books.lifespans.states or len(self.numbers) == 1 or allocator.mover is None:
+            return
+        k = books.lifespans.states[0]
+        if self._state_cells is None:
+            self._state_cells = books.tables.origin[k].take(self.numbers)
+        slots = allocator.v2p.take(books.tables.mirror.take(self._state_cells))
+        seen = slots.tobytes()
+        if seen == self._aligned_slots:
+            return
+        if not np.count_nonzero(slots[1:] - slots[:-1] != 1):
+            self._aligned_slots = seen
+            return
+        grid = allocator.bands[k].grid
+        self._apart_bytes += 2 * len(slots) * grid.page_bytes  # there and back
+        if self._apart_bytes < alignment_price_bytes(grid.num_pages, self._pool.device):
+            return
+        band = allocator.bands[k]
+        num_leases = len(allocator.ledger.leases)
+        state = (seen, allocator.layout_version, books.num_freed, band.num_live, band.num_quarantined, num_leases)
+        if state == self._unaligned:
+            return
+        allocator.unpin(step._pin)
+        try:
+            is_aligned = align_states(books, k, slots.astype(np.int64))
+        finally:
+            step._pin = allocator.pin_while(partial(books.pages_of, self.numbers))
+        if is_aligned:
+            self._apart_bytes = 0
+        else:
+            self._unaligned = state
 
 
 class Batch:

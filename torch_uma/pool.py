@@ -202,7 +202,8 @@ class CachePool:
     def begin(self, sequences: Batch | Iterable[Sequence], num_new_tokens: int) -> Step:
         """Open a step of `num_new_tokens` tokens for each sequence: reserve its pages and stage the tables.
 
-        Leases whose event has passed end first. Steps over different sequences may be open at once. Raises
+        Leases whose event has passed end first. States are moved side by side in the order of the batch where that can
+        be had and costs less than to go on copying them. Steps over different sequences may be open at once. Raises
         OutOfMemory; SequenceError for no sequence, no token, one named twice, freed, of another pool, in an open
         step, too long, or with a half-written state. Then nothing has changed.
         """
@@ -215,6 +216,11 @@ class CachePool:
         step = Step(self, batch, num_new_tokens, self.epoch + 1)
         self.epoch = self.sequences.allocator.ledger.epoch = step.epoch
         self.guard.steps[step.epoch] = step
+        try:
+            batch.rows.align_states(step)
+        except BaseException:
+            step.abort()
+            raise
         self.tables.flush()
         return step
 

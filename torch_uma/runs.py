@@ -1,18 +1,30 @@
 """Runs: rows whose pages lie one behind the other, and row behind row at one stride: one strided view covers them all.
 
-Owns finding such a run and making one. A run is a preference: where none can be had, pages are taken wherever they are.
+Owns finding such a run and making one: of tokens when a batch asks for it, of states when a step begins. A run is a
+preference: where none can be had, pages are taken wherever they are, and states stay there.
 """
 
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
+import torch
 
+from torch_uma.band import PageArray
 from torch_uma.books import Sequences
 from torch_uma.lifespans import spread
+from torch_uma.moves import Wave
 from torch_uma.tables import Int64Array
 
 Run = tuple[int, int]
 """The first physical page of the first row, and the pages from one row to the next."""
+
+# What it takes to plan three waves and book them, and to look at one page of the grid in each of them. Measured.
+_WAVES_US = 300.0
+_LOOK_US = 0.02
+_HOST_BYTES_PER_US = 10_000  # what could be copied meanwhile
+_ACCELERATOR_BYTES_PER_US = 1_000_000
+_MOST_WAVES = 16  # a longer chain of states that wait for one another stays as it is
 
 
 def find_run(books: Sequences, rows: Int64Array, k: int, num_pages: int) -> Run | None:
@@ -91,3 +103,105 @@ def _replace(books: Sequences, rows: Int64Array, k: int, run: Int64Array) -> Non
 def _set_end(books: Sequences, rows: Int64Array, k: int, end: Int64Array) -> None:
     books.end[k, rows] = end
     books.capacity[k, rows] = end * books.lifespans.page_tokens[k]
+
+
+def alignment_price_bytes(num_pages: int, device: torch.device) -> float:
+    """What could be copied in the time in which the host aligns states in a grid of `num_pages`.
+
+    The states themselves need no price: aligning moves less than two pages a row, and a step that works on a copy of
+    them two.
+    """
+    bytes_per_us = _HOST_BYTES_PER_US if device.type == "cpu" else _ACCELERATOR_BYTES_PER_US
+    return (_WAVES_US + _LOOK_US * num_pages) * bytes_per_us
+
+
+def align_states(books: Sequences, k: int, slots: Int64Array) -> bool:
+    """Move the states in the pages `slots` of sub-pool `k` side by side, in this order, if that can be had.
+
+    No other state moves, nor one that is pinned. Returns whether they lie so now; if not, nothing has changed.
+    """
+    allocator = books.allocator
+    free = allocator.free_places(k)
+    # Of the gap above the band no more is of use than a run and as many spare places.
+    free = free[: free.searchsorted(allocator.bands[k].high + 2 * len(slots))]
+    is_pinned = np.isin(slots + allocator.id_base[k], allocator.room.pinned_places(k))
+    waves = plan_alignment(k, slots, is_pinned, free)
+    if waves is None or len(waves) > _MOST_WAVES:
+        return False
+    for wave in waves:
+        allocator.move(wave.subpool, wave.sources, wave.destinations)
+    return True
+
+
+def plan_alignment(
+    k: int, slots: Int64Array, is_pinned: npt.NDArray[np.bool_], free: PageArray
+) -> tuple[Wave, ...] | None:
+    """The waves that bring pages `slots` into consecutive places in this order, or None if that cannot be had.
+
+    They go to places in `free`, ascending, and to those that they leave themselves. Of all runs that can be made, the
+    one in which most pages lie already; the lowest of several.
+    """
+    assert len(set(slots.tolist())) == len(slots), "a step copies the states that forks share before it writes them"
+    start = _best_start(slots, is_pinned, free)
+    if start is None:
+        return None
+    goals = np.arange(start, start + len(slots))
+    moving = slots != goals
+    spares = free[(free < start) | (free >= start + len(slots))][: len(slots)]
+    return _waves(k, dict(zip(slots[moving].tolist(), goals[moving].tolist())), spares.tolist())
+
+
+def _best_start(slots: Int64Array, is_pinned: npt.NDArray[np.bool_], free: PageArray) -> int | None:
+    count = len(slots)
+    starts_if_kept = slots - np.arange(count)
+    places = np.sort(np.concatenate([free, slots]))
+    starts = places[: max(0, len(places) - count + 1)]
+    starts = starts[places[count - 1 :] - starts == count - 1]
+    for start in np.unique(starts_if_kept[is_pinned]):
+        starts = starts[starts == start]
+    if not len(starts):
+        return None
+    known, num_kept = np.unique(starts_if_kept, return_counts=True)
+    nearest = known.searchsorted(starts).clip(max=len(known) - 1)
+    return int(starts[np.where(known[nearest] == starts, num_kept[nearest], 0).argmax()])
+
+
+def _waves(k: int, goals: dict[int, int], spares: list[int]) -> tuple[Wave, ...] | None:
+    """The waves that bring each page of `goals` to its goal, by way of the free places `spares`.
+
+    Pages wait for one another in chains that end at a free goal, and in cycles. In a wave the first page of a chain
+    goes home, the second can in the next wave, and the third makes way for the fourth to do so as well: with enough
+    spare places three waves do for any chain, and for any cycle, in which one more page makes way. None if all wait in
+    cycles and there is no spare place.
+    """
+    goals = dict(goals)
+    is_goal = set(goals.values())
+    waiting = {goal: page for page, goal in goals.items()}  # who waits for a place
+    waves = []
+    while goals:
+        hops: list[tuple[int, int]] = []
+        met: set[int] = set()
+        spares.sort(reverse=True)
+        ends = [goal for goal in waiting if goal not in goals]
+        for end in [*ends, *goals.values()]:  # the chains, then what is left: cycles
+            place, depth = end, 0
+            while (page := waiting.get(place)) is not None and page not in met:
+                met.add(page)
+                if depth == 0 and end not in goals:
+                    hops.append((page, end))
+                elif depth % 2 == 0 and page in waiting and spares:
+                    hops.append((page, spares.pop()))
+                place, depth = page, depth + 1
+        if not hops:
+            return None
+        hops.sort()
+        for page, place in hops:
+            goal = goals.pop(page)
+            del waiting[goal]
+            if place != goal:
+                goals[place], waiting[goal] = goal, place
+            if page not in is_goal:
+                spares.append(page)
+        sources, destinations = np.array(hops, np.int64).T
+        waves.append(Wave(k, sources, destinations))
+    return tuple(waves)
