@@ -15,8 +15,8 @@ from torch import Tensor
 _flash: Callable[..., tuple[Tensor, Tensor]] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 # So many scores, or numbers of partial results, are held at a time.
-_MOST_NUMBERS = 2**22
-_FEWEST_KEYS = 64
+_MOST_NUMBERS = 2**20
+_FEWEST_KEYS = 256
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -37,18 +37,27 @@ def flash(
 def plain(
     query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None, softcap: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Attention in plain torch, for dtypes and head sizes that differ and for soft caps, some keys at a time."""
-    wide = wide_dtype(query.dtype)
-    query = query.to(wide) * scale
+    """Attention in plain torch, for dtypes and head sizes that differ and for soft caps; wide."""
+    query = query.to(wide_dtype(query.dtype)) * scale
+    results = []
+    for i in range(query.shape[0]):  # one by one, or else a product of strided keys would copy them
+        own = mask if mask is None or mask.dim() == 2 else mask[i if mask.shape[0] > 1 else 0]
+        results.append(_plain(query[i], key[i], value[i], own, softcap))
+    outs, lses = zip(*results)
+    return torch.stack(outs), torch.stack(lses)
+
+
+def _plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, softcap: float) -> tuple[Tensor, Tensor]:
+    """The same for one of the batch, some keys at a time."""
     merge = Merge()
-    step = max(_FEWEST_KEYS, _MOST_NUMBERS // max(1, math.prod(query.shape[:3])))
-    for first in range(0, key.shape[2], step):
-        scores = query @ key[:, :, first : first + step].to(wide).mT
+    step = max(_FEWEST_KEYS, _MOST_NUMBERS // max(1, query.shape[0] * max(query.shape[1:])))
+    for first in range(0, key.shape[1], step):
+        scores = torch.bmm(query, key[:, first : first + step].to(query.dtype).mT)
         if softcap:
             scores = scores.div_(softcap).tanh_().mul_(softcap)
         if mask is not None:
             scores += mask[..., first : first + step]
-        out, lse = weigh(scores, value[:, :, first : first + step].to(wide))
+        out, lse = weigh(scores, value[:, first : first + step].to(query.dtype))
         merge.add(out.unsqueeze(0), lse.unsqueeze(0))
     return merge.result()
 

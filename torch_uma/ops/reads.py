@@ -19,10 +19,9 @@ from torch_uma.ops.stretches import Integers, Stretch, find_stretches
 MOST_PACKED = 16
 """Up to so many new tokens a sequence, the queries of a group of heads read their keys together."""
 
-# Queries in one block. With a window, a larger one reads more keys that each query does not see.
-_BLOCK_TOKENS = 1024
-_SMALL_BLOCK_TOKENS = 128
-_MIDDLE_BLOCK_TOKENS = 256
+# Queries in one block; of queries that a window hides something from, whose block reads as many keys more.
+_BLOCK_TOKENS = 512
+_WINDOW_BLOCK_TOKENS = 128
 
 # Runs of fewer bytes cost less to copy together, so many bytes at a time, than to attend to one by one.
 # Where many queries look at each run, what is merged costs more.
@@ -152,9 +151,8 @@ class _Batch(NamedTuple):
 
     def _block_tokens(self, position: int) -> int:
         """So many queries from `position` on make a block; none reaches over the end of a chunk."""
-        tokens = _BLOCK_TOKENS
-        if self.window:
-            tokens = _SMALL_BLOCK_TOKENS if self.window < _MIDDLE_BLOCK_TOKENS else _MIDDLE_BLOCK_TOKENS
+        hides = 0 < self.window < position + _BLOCK_TOKENS
+        tokens = _WINDOW_BLOCK_TOKENS if hides else _BLOCK_TOKENS
         return min(tokens, self.chunk - position % self.chunk) if self.chunk else tokens
 
 
