@@ -8,13 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.library import opcheck
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_uma.ops import dtype_name
+from torch_uma.ops import dtype_name, reference
+from torch_uma.ops.attend import attend, attend_reads, plan_reads
 from torch_uma.ops.attend_gathered import attend_gathered
 
 op = torch.ops.torch_uma.attend
 
-CASES = 45
+CASES = 60
 SEEDS = 50
 
 # Largest error, of values and scores of about 1. One rounding of a result of up to 4 is 2^-9 x 4 in bfloat16 and
@@ -349,3 +353,243 @@ def test_random_cases(seed: int) -> None:
         if number % 5 == 0:
             case.world.lay_out()
             check(op(*case.arguments(), **case.options), want, case, f"{what} moved")
+
+
+def plain_case(seed: int, length: int, num_new: int, dtype: torch.dtype = torch.float32, **world: Any) -> Case:
+    """One sequence of grouped queries, without options."""
+    given = {"page_size": 16, "num_kv_heads": 2, "dims": (8, 8), "spread": 0.1} | world
+    made = World(
+        chance=random.Random(seed),
+        dtypes=(dtype, dtype),
+        lengths=[length],
+        num_new=[num_new],
+        keep_new=[True],
+        first_live=[0],
+        **given,
+    )
+    query = torch.randn(num_new, 4, given["dims"][0], generator=made.generator).to(dtype)
+    return Case(made, query, 0.3, {})
+
+
+@pytest.mark.parametrize("way", [op, attend_gathered], ids=["op", "gathered"])
+@pytest.mark.parametrize("num_runs", [1, 2, 3, 7, 40])
+@pytest.mark.parametrize("num_new", [1, 5, 150])
+def test_number_of_runs(num_runs: int, num_new: int, way: Any) -> None:
+    case = plain_case(num_runs, 400, num_new, page_size=10)
+    world = case.world
+    pages = list(range(40))
+    bounds = [0, *sorted(world.chance.sample(range(1, 40), num_runs - 1)), 40]
+    pieces = [pages[a:b] for a, b in zip(bounds, bounds[1:])]
+    world.chance.shuffle(pieces)
+    places = {page: 2 * i + place for i, piece in enumerate(pieces) for place, page in zip(range(1000), piece)}
+    first = 0
+    for piece in pieces:
+        for page in piece:
+            places[page] = first
+            first += 1
+        first += 1
+    world.places = lambda: [places[page] for page in pages]  # type: ignore[method-assign]
+    world.lay_out()
+    for options in ({}, {"window": 130}, {"softcap": 1.0}, {"mask": torch.rand(1, num_new, 400) < 0.8}):
+        want = oracle(world, case.query, case.scale, options)
+        check(way(*case.arguments(), **options), want, case, f"{num_runs} runs {sorted(options)}")
+
+
+def test_one_plan_serves_every_layer() -> None:
+    """Key and value change places for the second layer, which reads by the same plan, and masks that it kept."""
+    case = plain_case(1, 300, 200)
+    world = case.world
+    query_starts, page_table, v2p, rows, lengths = (each.numpy() for each in world.tables())
+    reads = plan_reads(page_table, v2p, rows, lengths, query_starts, world.page_size, window=60)
+    for _ in range(2):
+        got = attend_reads(world.arena, case.query, reads, *world.layout(), case.scale)
+        check(got, oracle(world, case.query, case.scale, {"window": 60}), case, "by a plan")
+        assert reads.bands
+        world.offsets_bytes.reverse()
+        world.content = [{p: (value, key) for p, (key, value) in tokens.items()} for tokens in world.content]
+
+
+def test_tokens_behind_the_last_sequence_see_nothing() -> None:
+    case = plain_case(3, 50, 4)
+    more = torch.cat([case.query, torch.full((3, 4, 8), math.nan)])
+    arguments = (case.world.arena, more, *case.arguments()[2:])
+    want = oracle(case.world, case.query, case.scale, {})
+    for way in (op, attend_gathered):
+        out, lse = way(*arguments)
+        check((out[:4], lse[:4]), want, case, "padded batch")
+        assert (lse[4:] == -math.inf).all()
+    assert (op(*arguments)[0][4:] == 0).all()
+
+
+def test_what_is_passed_stays_as_it_is() -> None:
+    for number in range(30):
+        case = random_case(random.Random(f"kept {number}"))
+        tensors = [each for each in (*case.arguments(), *case.options.values()) if isinstance(each, torch.Tensor)]
+        before = [each.clone() for each in tensors]
+        out, lse = op(*case.arguments(), **case.options)
+        same = [
+            torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+            for a, b in zip(tensors, before)
+        ]
+        assert all(same)
+        memory = {each.untyped_storage().data_ptr() for each in tensors}
+        assert out.untyped_storage().data_ptr() not in memory and lse.untyped_storage().data_ptr() not in memory
+
+
+class Largest(TorchDispatchMode):
+    """The number of elements of the largest tensor that anything made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for each in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(each, torch.Tensor):
+                self.numbers = max(self.numbers, each.untyped_storage().nbytes() // each.element_size())
+        return result
+
+
+@pytest.mark.parametrize(
+    ("options", "has_new", "most"),
+    [
+        ({"window": 128}, False, 2),
+        ({"window": 128}, True, 2),
+        ({"window": 128, "softcap": 5.0}, True, 4),
+        ({"chunk": 256}, False, 2),
+        ({"window": 4000}, True, 2),
+    ],
+)
+def test_a_long_prefill_makes_nothing_quadratic(options: dict[str, Any], has_new: bool, most: int) -> None:
+    length, window = 16384, options.get("window", options.get("chunk"))
+    kept = -(-window // 16) * 16 if has_new else length
+    entry_bytes, num_pages = 64, kept // 16 + 1
+    arena = torch.full((num_pages * 16 * entry_bytes,), 0xFF, dtype=torch.uint8)
+    page_table = torch.full((1, length // 16), -1, dtype=torch.int32)
+    page_table[0, -kept // 16 :] = torch.arange(1, num_pages)
+    key, value = torch.randn(length, 1, 8), torch.randn(length, 1, 8)
+    stored = arena.view(torch.float32).view(-1, 16)
+    stored[16:, :8], stored[16:, 8:] = key[-kept:, 0], value[-kept:, 0]
+    query = torch.randn(length, 2, 8)
+    if has_new:
+        options = options | {"new_key": key, "new_value": value}
+    tables = (torch.tensor([0, length]), page_table, torch.arange(num_pages, dtype=torch.int32))
+    with Largest() as largest:
+        out, lse = attend(
+            *(arena, query, *tables, torch.tensor([0]), torch.tensor([length])),
+            *(0, entry_bytes, 16, [0, 32], [8, 8], 1, ["float32"] * 2, 0.5),
+            **options,
+        )
+    assert largest.numbers <= most * max(query.numel(), arena.numel(), 128 * (128 + window))
+    for token in (0, 1, 127, 128, 5000, 16383):
+        low = token - token % window if "chunk" in options else max(0, token - window + 1)
+        scores = query[token].double() @ key[low : token + 1, 0].double().T * 0.5
+        if "softcap" in options:
+            scores = torch.tanh(scores / 5.0) * 5.0
+        assert torch.allclose(
+            out[token].double(), torch.softmax(scores, 1) @ value[low : token + 1, 0].double(), atol=1e-5
+        )
+        assert torch.allclose(lse[token].double(), scores.logsumexp(1), atol=1e-5)
+
+
+def test_a_long_prefill_with_a_soft_cap_holds_few_scores() -> None:
+    case = plain_case(5, 6000, 6000, num_kv_heads=1)
+    with Largest() as largest:
+        attend(*case.arguments(), softcap=2.0)
+    assert largest.numbers < 6000 * 6000 / 10
+
+
+# errors
+
+
+def test_errors() -> None:
+    case = plain_case(7, 60, 3)
+    arguments = list(case.arguments())
+    columns = torch.ones(1, 1, 60, dtype=torch.bool)
+    with pytest.raises(ValueError, match="cover positions 1 to 60, but 0"):
+        op(*arguments, mask=columns, first_column=1)
+    with pytest.raises(ValueError, match="cover positions 0 to 58"):
+        op(*arguments, mask=columns[..., :59])
+    with pytest.raises(ValueError, match="for 2 queries a sequence, not for 3"):
+        op(*arguments, bias=torch.zeros(1, 1, 2, 60))
+    with pytest.raises(ValueError, match="new values"):
+        op(*arguments, new_key=torch.zeros(3, 2, 8))
+    with pytest.raises(ValueError, match="fewer|new ones among"):
+        op(*arguments[:6], torch.tensor([2]), *arguments[7:])
+    with pytest.raises(IndexError, match="columns"):
+        op(*arguments[:6], torch.tensor([6000]), *arguments[7:])
+    page_table = arguments[3].clone()
+    page_table[case.world.rows[0], 2] = -1
+    with pytest.raises(IndexError, match="no page for position 32"):
+        op(*arguments[:3], page_table, *arguments[4:])
+    reads = plan_reads(*(arguments[i].numpy() for i in (3, 4, 5, 6, 2)), 16, has_new=True)
+    with pytest.raises(ValueError, match="plan"):
+        attend_reads(case.world.arena, case.query, reads, *case.world.layout(), 1.0)
+
+
+# registration
+
+
+def samples() -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """A case with each of the options; opcheck cannot compare tensors of float8."""
+    cases = [random_case(random.Random(f"sample {number}")) for number in range(80)]
+    cases = [case for case in cases if torch.float8_e4m3fn not in case.world.dtypes]
+    wanted = ("window", "softcap", "sinks", "mask", "bias", "indices", "new_key", "starts")
+    chosen = [next(case for case in cases if name in case.options) for name in wanted]
+    return [(case.arguments(), case.options) for case in chosen]
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_opcheck(number: int) -> None:
+    assert torch.Tag.pt2_compliant_tag in op.default.tags
+    arguments, options = samples()[number]
+    opcheck(op.default, arguments, options)
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_on_an_accelerator_no_number_is_read(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments, options = samples()[number]
+    want = op(*arguments, **options)
+    monkeypatch.setattr(reference, "on_host", lambda tensor: False)
+    with FakeTensorMode() as mode:  # its tensors have no numbers: reading one, or a shape that depends on one, raises
+
+        def without_numbers(value: Any) -> Any:
+            return mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
+
+        got = attend_gathered(
+            *map(without_numbers, arguments), **{name: without_numbers(value) for name, value in options.items()}
+        )
+    assert [(each.shape, each.dtype) for each in got] == [(each.shape, each.dtype) for each in want]
+
+
+def test_an_arena_elsewhere_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = plain_case(9, 70, 6)
+    want = oracle(case.world, case.query, case.scale, {})
+    monkeypatch.setattr(reference, "on_host", lambda tensor: False)
+    monkeypatch.setitem(attend.__globals__, "plan_reads", None)
+    check(op(*case.arguments()), want, case, "elsewhere")
+
+
+def test_on_the_meta_device_only_shapes_count() -> None:
+    for arguments, options in samples():
+        got = op(*map(on_meta, arguments), **{name: on_meta(value) for name, value in options.items()})
+        want = op(*arguments, **options)
+        assert [(each.device.type, each.shape, each.dtype) for each in got] == [
+            ("meta", each.shape, each.dtype) for each in want
+        ]
+
+
+def on_meta(value: Any) -> Any:
+    return value.to("meta") if isinstance(value, torch.Tensor) else value
+
+
+def test_under_compile() -> None:
+    case = plain_case(11, 70, 1)
+    arguments = case.arguments()
+
+    def step(arena: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+        return op(arena, query, *arguments[2:], window=20)[0] * 2
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(*arguments[:2]), step(*arguments[:2]))
