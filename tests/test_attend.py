@@ -1,5 +1,6 @@
 """`attend` against plain fp64 attention over a dict of positions, which knows no pages, by both of its ways."""
 
+import importlib
 import math
 import random
 from dataclasses import dataclass, field
@@ -12,11 +13,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_uma.ops import dtype_name, reference
+from torch_uma.ops import attention, dtype_name, reads, reference
 from torch_uma.ops.attend import attend, attend_reads, plan_reads
 from torch_uma.ops.attend_gathered import attend_gathered
 
 op = torch.ops.torch_uma.attend
+host = importlib.import_module("torch_uma.ops.attend_reads")  # the package has functions of these names, too
+gathered = importlib.import_module("torch_uma.ops.attend_gathered")
 
 CASES = 60
 SEEDS = 50
@@ -340,11 +343,27 @@ def check(
         assert error <= tolerance, f"{what}: off by {error}"  # also if it is NaN
 
 
+def at_any_size(chance: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes that only weigh costs become small by chance, so that small cases take every path."""
+    most_packed = chance.choice([1, 3, 16])
+    monkeypatch.setattr(reads, "MOST_PACKED", most_packed)
+    monkeypatch.setattr(host, "MOST_PACKED", most_packed)
+    monkeypatch.setattr(reads, "_BLOCK_TOKENS", chance.choice([4, 30, 512]))
+    monkeypatch.setattr(reads, "_WINDOW_BLOCK_TOKENS", chance.choice([1, 7, 128]))
+    monkeypatch.setattr(reads, "_SHORT_RUN_BYTES", chance.choice([1, 1000, 5000, 2**16]))
+    monkeypatch.setattr(reads, "_MORE_SHORT", chance.choice([1, 4]))
+    monkeypatch.setattr(reads, "_COPY_BYTES", chance.choice([500, 2**20]))
+    monkeypatch.setattr(attention, "_MOST_NUMBERS", chance.choice([1, 200, 2**20]))
+    monkeypatch.setattr(attention, "_FEWEST_KEYS", chance.choice([1, 5, 256]))
+    monkeypatch.setattr(gathered, "_MOST_GATHERED", chance.choice([1, 3000, 2**24]))
+
+
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_random_cases(seed: int) -> None:
+def test_random_cases(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(CASES):
         chance = random.Random(f"{seed} {number}")
         case = random_case(chance)
+        at_any_size(chance, monkeypatch)
         what = f"seed {seed} case {number} {sorted(case.options)}"
         want = oracle(case.world, case.query, case.scale, case.options)
         check(op(*case.arguments(), **case.options), want, case, f"{what} op")
@@ -400,11 +419,11 @@ def test_one_plan_serves_every_layer() -> None:
     case = plain_case(1, 300, 200)
     world = case.world
     query_starts, page_table, v2p, rows, lengths = (each.numpy() for each in world.tables())
-    reads = plan_reads(page_table, v2p, rows, lengths, query_starts, world.page_size, window=60)
+    plan = plan_reads(page_table, v2p, rows, lengths, query_starts, world.page_size, window=60)
     for _ in range(2):
-        got = attend_reads(world.arena, case.query, reads, *world.layout(), case.scale)
+        got = attend_reads(world.arena, case.query, plan, *world.layout(), case.scale)
         check(got, oracle(world, case.query, case.scale, {"window": 60}), case, "by a plan")
-        assert reads.bands
+        assert plan.bands
         world.offsets_bytes.reverse()
         world.content = [{p: (value, key) for p, (key, value) in tokens.items()} for tokens in world.content]
 
@@ -523,9 +542,9 @@ def test_errors() -> None:
     page_table[case.world.rows[0], 2] = -1
     with pytest.raises(IndexError, match="no page for position 32"):
         op(*arguments[:3], page_table, *arguments[4:])
-    reads = plan_reads(*(arguments[i].numpy() for i in (3, 4, 5, 6, 2)), 16, has_new=True)
+    plan = plan_reads(*(arguments[i].numpy() for i in (3, 4, 5, 6, 2)), 16, has_new=True)
     with pytest.raises(ValueError, match="plan"):
-        attend_reads(case.world.arena, case.query, reads, *case.world.layout(), 1.0)
+        attend_reads(case.world.arena, case.query, plan, *case.world.layout(), 1.0)
 
 
 # registration

@@ -28,6 +28,7 @@ def flash(
     query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor | None = None, is_causal: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Torch's flash attention for the CPU: all of one dtype and head size, the numbers of a head side by side."""
+    assert key.shape[2], "without keys it divides by zero, which ends the process"
     out, lse = _flash(query, key, value, 0.0, is_causal, attn_mask=mask, scale=scale)
     if mask is not None:  # it gives 0, and not -inf, where all is masked
         lse = lse.masked_fill((mask == -math.inf).all(-1), -math.inf)

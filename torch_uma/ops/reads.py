@@ -77,7 +77,7 @@ def plan_reads(
         window=window,
         chunk=chunk,
         has_new=has_new,
-        short=_SHORT_RUN_BYTES // token_bytes,
+        short=max(1, _SHORT_RUN_BYTES // token_bytes),
         at_once=max(1, _COPY_BYTES // token_bytes),
     )
     return Reads(blocks=tuple(batch.blocks()), window=window, has_new=has_new)
