@@ -206,9 +206,11 @@ class StateLayer(ArenaLayer, LinearAttentionCacheLayerMixin):
 
     def _state(self, places: StepPlaces, name: str, *, is_write: bool) -> torch.Tensor:
         state = places.state(self._layer)[name]
-        if is_write and places.views_states:
+        is_traced = torch.compiler.is_compiling()  # and then the same for views and copies
+        if is_write and (is_traced or places.views_states):
             places.step.state_touched = True  # in place, unseen: a step that aborts now cannot put it back
-        self.path = "state view" if places.views_states else "state copy"
+        if not is_traced:
+            self.path = "state view" if places.views_states else "state copy"
         return state
 
 

@@ -45,7 +45,7 @@ class Reading:
         bias: Tensor | None,
         indices: Tensor | None,
     ) -> Tensor:
-        """Attention of `query` [rows, heads, new, dim]: [rows, new, heads, value dim]; `mask` is of `attention.mask`."""
+        """Attention of `query` [rows, heads, new, dim]: [rows, new, heads, value dim]. `mask`: see `attention.mask`."""
         dims = (key.shape[-1], value.shape[-1])
         return self._attend(
             query,
