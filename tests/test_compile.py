@@ -185,9 +185,20 @@ def test_stock_attention_compiles_too() -> None:
         torch_uma.testing.scramble(traced.pool, step)
 
 
-def test_a_compiled_forward_that_nobody_announced_is_refused() -> None:
+def test_a_compiled_forward_that_nobody_announced_runs_in_pieces() -> None:
     torch.compiler.reset()
     model = models.build("llama", attention="torch_uma")
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    with pytest.raises(Exception, match=r"not announced by generate\(\)"), torch.no_grad():
-        compiled(prompts((4, 4))["input_ids"], cache=UnifiedCache(model, memory=MEMORY))
+    tokens = prompts((9, 9))["input_ids"]
+    expected = model(tokens, use_cache=False).logits
+    for parts in ([9], [6, 1, 1, 1]):
+        cache = UnifiedCache(model, memory=MEMORY)
+        torch_uma.testing.poison(cache.pool)
+        compiled = torch.compile(model, backend="eager")
+        with torch.no_grad():
+            logits = [compiled(part, cache=cache).logits for part in tokens.split(parts, dim=1)]
+        torch.testing.assert_close(torch.cat(logits, dim=1), expected, rtol=1e-4, atol=1e-4)
+        assert cache.get_seq_length() == 9
+    torch.compiler.reset()
+    whole = torch.compile(model, backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match=r"compile the model over pool\.step\(\)"), torch.no_grad():
+        whole(tokens, cache=UnifiedCache(model, memory=MEMORY))

@@ -54,7 +54,10 @@ class StepPlaces:
         self.num_new_tokens: int = step.num_new_tokens
         self.num_rows = len(step.past)
         self.is_first = self.max_past == 0
-        self.is_traversed = False  # by a compiled forward
+        # Of a compiled forward: one is to come; the calls that were traced; it has come to the last layer.
+        self.is_announced = False
+        self.traced: set[tuple[int, str, bool]] = set()
+        self.is_traversed = False
         self.is_even = bool((step.past == self.max_past).all())
         self.fresh = bool(step.fresh.all())
         self.rows = step.rows_on_device

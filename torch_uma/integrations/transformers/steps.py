@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary, ref
@@ -30,7 +31,11 @@ Part = tuple[int, str]
 """A layer, and "tokens" or the name of one of its state rows."""
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
-_untraced: Callable[[_Method], _Method] = torch.compiler.disable
+_untraced: Callable[[_Method], _Method] = partial(
+    torch.compiler.disable,
+    reason="a forward over UnifiedCache is one graph if generate() has announced it, as it does for single tokens where"
+    " the cache is compileable; in a loop of your own, compile the model over pool.step()",
+)
 
 
 _MODULE_CALL = torch.nn.Module._call_impl.__code__
@@ -174,21 +179,20 @@ class OwnSteps:
 
         `name` is "tokens" or that of a state row, which a layer reads at most once a forward, and before it writes it.
         None while there are no rows and `like`, a tensor [batch, ...], does not tell how many to make. OutOfMemory
-        leaves everything as after the last whole step. SequenceError in a forward whose step something else has ended,
-        and in a trace of a forward that nobody announced.
+        leaves everything as after the last whole step. SequenceError in a forward whose step something else has ended.
         """
-        if torch.compiler.is_compiling():
-            return self._trace(layer)
-        return self._enter(layer, name, is_read, num_new_tokens, like)
+        places = self._announced_places()
+        call = (layer, name, is_read)
+        if places is None or call in places.traced:
+            return self._enter(layer, name, is_read, num_new_tokens, like)
+        places.traced.add(call)
+        places.is_traversed = layer == self._final_layer
+        return places
 
-    def _trace(self, layer: int) -> StepPlaces:
-        if self._open is None:
-            raise SequenceError(
-                "this compiled forward was not announced by generate(); in a loop of your own, compile the model over "
-                "pool.step()"
-            )
-        if layer == self._final_layer:
-            self._open.is_traversed = True
+    def _announced_places(self) -> StepPlaces | None:
+        """Those of the forward that is being traced; None if it runs, or nobody announced it."""
+        if not torch.compiler.is_compiling() or self._open is None or not self._open.is_announced:
+            return None
         return self._open
 
     @_untraced
@@ -217,6 +221,7 @@ class OwnSteps:
             )
         places = self._open
         assert places is not None
+        places.is_announced = False
         self._last_layer = layer
         self._touches.add((layer, name, is_read))
         if name != "tokens" and (places.num_new_tokens == 1 or not is_read):
@@ -228,7 +233,7 @@ class OwnSteps:
 
         Not yet if they are to be read in the arena, as the pages that go with the commit may be among them.
         """
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() or self._open is None or not self._open.is_announced:
             self._leave(layer)
 
     @_untraced
@@ -249,6 +254,8 @@ class OwnSteps:
             self.settle()
         if self._open is None and self.rows:
             self._begin(num_new_tokens, None)
+            assert self._open is not None
+            self._open.is_announced = True
 
     def _is_complete(self) -> bool:
         return not self._waiting or (self._open is not None and self._open.is_traversed)
@@ -268,9 +275,8 @@ class OwnSteps:
 
     def length(self) -> int | torch.Tensor:
         """Tokens in every row after the last whole step; in a trace, those before the step, as for a given one."""
-        if torch.compiler.is_compiling() and self._open is not None:
-            return self._open.longest_past
-        return self._length()
+        places = self._announced_places()
+        return self._length() if places is None or places.is_traversed else places.longest_past
 
     @_untraced
     def _length(self) -> int:
@@ -280,9 +286,8 @@ class OwnSteps:
 
     def has_tokens(self) -> bool:
         """Whether the rows hold tokens; in a trace, whether they did before the step."""
-        if torch.compiler.is_compiling() and self._open is not None:
-            return not self._open.is_first
-        return self._length() > 0
+        places = self._announced_places()
+        return self._length() > 0 if places is None or places.is_traversed else not places.is_first
 
     @_untraced
     def extent(self, layer: int, lifetime: Lifetime, num_new_tokens: int) -> tuple[int, int]:
