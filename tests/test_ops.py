@@ -221,15 +221,16 @@ def test_offsets_beyond_32_bits():
 # locate
 
 
+@pytest.mark.parametrize("num_positions", [0, 50, 400])
 @pytest.mark.parametrize(("page_size", "tokens_per_entry"), [(1, 1), (3, 1), (16, 1), (2, 4), (1, 128)])
-def test_locate(page_size, tokens_per_entry):
+def test_locate(page_size, tokens_per_entry, num_positions):
     generator = random.Random(3)
     num_ids, columns = 40, 6
     v2p = [generator.choice([-1, *range(1, 90)]) for _ in range(num_ids)]
     table = [[generator.randrange(-1, num_ids) for _ in range(columns)] for _ in range(5)]
     rows = [4, 0, -1, 2]
     page_tokens = page_size * tokens_per_entry
-    positions = [[generator.randrange(-5, (columns + 2) * page_tokens) for _ in range(50)] for _ in rows]
+    positions = [[generator.randrange(-5, (columns + 2) * page_tokens) for _ in range(num_positions)] for _ in rows]
 
     def entry(row: int, position: int) -> int:
         column, inside = divmod(position, page_tokens)
@@ -241,7 +242,7 @@ def test_locate(page_size, tokens_per_entry):
         torch.tensor(table, dtype=torch.int32),
         torch.tensor(v2p, dtype=torch.int32),
         torch.tensor(rows),
-        torch.tensor(positions),
+        torch.tensor(positions, dtype=torch.int64),
         page_size,
         tokens_per_entry,
     )

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
@@ -25,10 +25,15 @@ class InPlace(int):
     """A number of keys that nobody fetches: how masks see that attention will read the arena."""
 
 
-def is_used(source: Any) -> bool:
-    """Whether the model, or the model of this config, attends by this implementation; False for None."""
+def text_config_of(source: Any) -> PreTrainedConfig | None:
+    """The config that a model's attention layers look at, from the model or its config; None for None."""
     config = getattr(source, "config", source)
-    return config is not None and config.get_text_config(decoder=True)._attn_implementation == NAME
+    return None if config is None else config.get_text_config(decoder=True)
+
+
+def is_used(config: PreTrainedConfig | None) -> bool:
+    """Whether layers of this text config attend by this implementation."""
+    return config is not None and config._attn_implementation == NAME
 
 
 def register() -> None:

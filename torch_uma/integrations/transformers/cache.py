@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache
 
 from torch_uma.counts import whole
 from torch_uma.errors import PlanError, SequenceError
-from torch_uma.integrations.transformers.attention import is_used
+from torch_uma.integrations.transformers.attention import is_used, text_config_of
 from torch_uma.integrations.transformers.layers import AttentionLayer, StateLayer, make_layers, parts_of
 from torch_uma.integrations.transformers.places import StepPlaces
 from torch_uma.integrations.transformers.rows import CacheRows
@@ -91,8 +91,10 @@ class UnifiedCache(Cache):
         if pool is None and memory is not None:
             pool = make_pool(1, torch.get_default_device())
         rows = CacheRows(make_pool, pool=pool, max_tokens=max_tokens)
-        config = getattr(model_or_config, "config", model_or_config)
-        self._steps: OwnSteps | GivenStep = OwnSteps(rows, parts_of(layers), lambda: _reads_in_place(layers, config))
+        config, has_attention = text_config_of(model_or_config), _stores_tokens(layers)
+        self._steps: OwnSteps | GivenStep = OwnSteps(
+            rows, parts_of(layers), lambda: not has_attention or is_used(config)
+        )
         self._bind(layers)
 
     @classmethod
@@ -100,7 +102,8 @@ class UnifiedCache(Cache):
         """The cache of a step that is opened and closed by `pool.step`."""
         cache = cls.__new__(cls)
         made_for = step.pool.made_for
-        in_place = _reads_in_place(step.pool.plan.layers, None if made_for is None else made_for())
+        config = text_config_of(None if made_for is None else made_for())
+        in_place = not _stores_tokens(step.pool.plan.layers) or is_used(config)  # states are views: nothing is fetched
         places = StepPlaces(step.pool, step, whole=True, in_place=in_place)
         cache._steps = GivenStep(places, step.pool)
         cache._bind(step.pool.plan.layers)
@@ -280,10 +283,9 @@ _MADE_FOR: weakref.WeakKeyDictionary[CachePool, weakref.ref[Any]] = weakref.Weak
 """The model or config last seen to store what a pool was made for, as it takes a forward to see."""
 
 
-def _reads_in_place(layers: Sequence[Layer], source: Any) -> bool:
-    """Whether a forward fetches nothing out of the arena: states are views, so only attention could want that."""
-    stores_tokens = any(not isinstance(memory.lifetime, State) for layer in layers for memory in layer.memories)
-    return not stores_tokens or is_used(source)
+def _stores_tokens(layers: Sequence[Layer]) -> bool:
+    """Whether any layer stores something for attention."""
+    return any(not isinstance(memory.lifetime, State) for layer in layers for memory in layer.memories)
 
 
 def _check_made_for(pool: CachePool, model_or_config: Any) -> None:
