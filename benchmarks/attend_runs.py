@@ -1,7 +1,7 @@
 """`attend` where a sequence lies in 32 runs, against one run; and its packed queries against torch's `enable_gqa`.
 
 A step over all layers is timed, so that keys and values come from memory and not from a cache, by a plan that is made
-once for the step. Prefill is of the last 512 tokens. Plans are timed on their own, and the op with its plan made anew.
+once for the step. Prefill is of the last 256 tokens. Plans are timed on their own, and the op with its plan made anew.
 
 python benchmarks/attend_runs.py --json attend_runs.json
 """
@@ -135,9 +135,10 @@ def in_turns(rounds: int, *runs: Callable[[], object]) -> Sequence[float]:
 
 
 def compare(chance: random.Random, kind: str, length: int, num_kv_heads: int, rounds: int) -> list[Record]:
-    num_sequences, num_new = (4, 1) if kind == "decode" else (1, 512)
+    num_sequences, num_new = (4, 1) if kind == "decode" else (1, 256)
     one, many = (Batch.of(chance, num_sequences, length, num_new, num_kv_heads, num_runs) for num_runs in (1, 32))
     one_plan, many_plan = one.plan(), many.plan()
+    rounds = rounds if kind == "decode" else max(3, rounds // 3)
     case = f"{kind} {length} x {num_sequences}, {num_kv_heads} kv heads"
     one_ms, many_ms, op_ms = in_turns(rounds, lambda: one.step(one_plan), lambda: many.step(many_plan), many.op_step)
     records = [

@@ -348,6 +348,7 @@ def at_any_size(chance: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
     most_packed = chance.choice([1, 3, 16])
     monkeypatch.setattr(reads, "MOST_PACKED", most_packed)
     monkeypatch.setattr(host, "MOST_PACKED", most_packed)
+    monkeypatch.setattr(host, "_FEW_TOKENS", chance.choice([1, 256]))
     monkeypatch.setattr(reads, "_BLOCK_TOKENS", chance.choice([4, 30, 512]))
     monkeypatch.setattr(reads, "_WINDOW_BLOCK_TOKENS", chance.choice([1, 7, 128]))
     monkeypatch.setattr(reads, "_SHORT_RUN_BYTES", chance.choice([1, 1000, 5000, 2**16]))

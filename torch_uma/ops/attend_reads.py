@@ -22,6 +22,9 @@ from torch_uma.ops.reference import dtype_of
 # A plan keeps so many masks for the next layer.
 _MOST_BANDS = 8
 
+# Results of so few tokens are put together at the end, since each copy to its place has a cost of its own.
+_FEW_TOKENS = 256
+
 
 def attend_reads(
     arena: Tensor,
@@ -58,15 +61,18 @@ def attend_reads(
     keys.new, values.new = new_key, new_value
     columns = None if mask is None and bias is None else _Columns(mask, bias, first_column, num_kv_heads)
     call = _Call(query, keys, values, reads, scale, softcap, columns)
-    blocks = reads.blocks
-    if len(blocks) == 1 and blocks[0].num_sequences * blocks[0].num_tokens == num_tokens:
-        out, lse = call.attend(blocks[0])
-        out = out.reshape(num_tokens, num_heads, dims[1]).to(query.dtype)
-        lse = lse.reshape(num_tokens, num_heads)
+    covered = sum(block.num_sequences * block.num_tokens for block in reads.blocks)
+    alone = all(block.num_sequences == 1 for block in reads.blocks)
+    if covered == num_tokens and (len(reads.blocks) == 1 or (num_tokens <= _FEW_TOKENS and alone)):
+        results = [call.attend(block) for block in reads.blocks]
+        outs = [out.reshape(-1, num_heads, dims[1]) for out, _ in results]
+        lses = [lse.reshape(-1, num_heads) for _, lse in results]
+        out, lse = (outs[0], lses[0]) if len(results) == 1 else (torch.cat(outs), torch.cat(lses))
+        out = out.to(query.dtype)
     else:
         out = query.new_zeros((num_tokens, num_heads, dims[1]))
         lse = query.new_full((num_tokens, num_heads), -math.inf, dtype=wide_dtype(query.dtype))
-        for block in blocks:
+        for block in reads.blocks:
             block_out, block_lse = call.attend(block)
             _tokens(out, block, num_kv_heads).copy_(block_out)
             _tokens(lse.unsqueeze(2), block, num_kv_heads).copy_(block_lse.unsqueeze(-1))
@@ -233,7 +239,8 @@ class _Call:
                     one = num_sequences == 1 and packed
                     merge.add(out if one else out.unsqueeze(0), lse if one else lse.unsqueeze(0))
             out, lse = merge.result()
-        out = out[..., : self._values.dim]
+        if out.shape[-1] > self._values.dim:
+            out = out[..., : self._values.dim]
         if packed:
             shape = (num_sequences, num_kv_heads, num_tokens, group)
             return out.view(*shape, -1).transpose(1, 2), lse.reshape(shape).transpose(1, 2)
