@@ -19,7 +19,7 @@ from torch_uma.testing import live_pages, scramble, stamp, verify
 
 @pytest.fixture
 def free_of_charge(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_uma.batch, "alignment_price_bytes", lambda num_pages, device: 0)
+    monkeypatch.setattr(torch_uma.batch, "alignment_price_bytes", lambda num_rows, num_pages, device: 0)
 
 
 def is_aligned(slots: np.ndarray) -> bool:
@@ -309,8 +309,8 @@ def test_states_that_are_cheap_to_copy_are_moved_when_steps_have_copied_enough(m
     page_bytes = pool.plan.subpools[0].page_bytes
     prices = []
 
-    def price(num_pages: int, device: torch.device) -> float:
-        prices.append(alignment_price_bytes(num_pages, device))
+    def price(num_rows: int, num_pages: int, device: torch.device) -> float:
+        prices.append(alignment_price_bytes(num_rows, num_pages, device))
         return 3 * 2 * 3 * page_bytes
 
     monkeypatch.setattr(torch_uma.batch, "alignment_price_bytes", price)
@@ -321,7 +321,7 @@ def test_states_that_are_cheap_to_copy_are_moved_when_steps_have_copied_enough(m
         step.commit()
     assert aligned == [False, False, True, True, True]
     assert min(prices) > 1e6
-    assert alignment_price_bytes(1 << 20, pool.device) > 10 * alignment_price_bytes(100, pool.device)
+    assert alignment_price_bytes(2, 1 << 20, pool.device) > 10 * alignment_price_bytes(2, 100, pool.device)
 
 
 @pytest.mark.usefixtures("free_of_charge")

@@ -77,7 +77,7 @@ class Rows:
             return
         grid = allocator.bands[k].grid
         self._apart_bytes += 2 * len(slots) * grid.page_bytes  # there and back
-        if self._apart_bytes < alignment_price_bytes(grid.num_pages, self._pool.device):
+        if self._apart_bytes < alignment_price_bytes(len(slots), grid.num_pages, self._pool.device):
             return
         band = allocator.bands[k]
         num_leases = len(allocator.ledger.leases)
