@@ -354,7 +354,9 @@ def at_any_size(chance: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reads, "_SHORT_RUN_BYTES", chance.choice([1, 1000, 5000, 2**16]))
     monkeypatch.setattr(reads, "_MORE_SHORT", chance.choice([1, 4]))
     monkeypatch.setattr(reads, "_COPY_BYTES", chance.choice([500, 2**20]))
-    monkeypatch.setattr(attention, "_MOST_NUMBERS", chance.choice([1, 200, 2**20]))
+    monkeypatch.setattr(attention, "_MOST_SCORES", chance.choice([1, 200, 2**20]))
+    monkeypatch.setattr(attention, "_MOST_NUMBERS", chance.choice([1, 3000, 2**22]))
+    monkeypatch.setattr(attention, "_FEW_NUMBERS", chance.choice([0, 2**17]))
     monkeypatch.setattr(attention, "_FEWEST_KEYS", chance.choice([1, 5, 256]))
     monkeypatch.setattr(gathered, "_MOST_GATHERED", chance.choice([1, 3000, 2**24]))
 

@@ -14,9 +14,13 @@ from torch import Tensor
 
 _flash: Callable[..., tuple[Tensor, Tensor]] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
-# So many scores, or numbers of partial results, are held at a time.
-_MOST_NUMBERS = 2**20
+# So many scores are made at a time, and so many numbers of partial results are held.
+_MOST_SCORES = 2**20
+_MOST_NUMBERS = 2**22
 _FEWEST_KEYS = 256
+
+# Up to so many numbers of partial results are summed at once, more than that one result after another.
+_FEW_NUMBERS = 2**17
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -51,7 +55,7 @@ def plain(
 def _plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, softcap: float) -> tuple[Tensor, Tensor]:
     """The same for one of the batch, some keys at a time."""
     merge = Merge()
-    step = max(_FEWEST_KEYS, _MOST_NUMBERS // max(1, query.shape[0] * max(query.shape[1:])))
+    step = max(_FEWEST_KEYS, _MOST_SCORES // max(1, query.shape[0] * max(query.shape[1:])))
     for first in range(0, key.shape[1], step):
         scores = torch.bmm(query, key[:, first : first + step].to(query.dtype).mT)
         if softcap:
@@ -94,9 +98,15 @@ class Merge:
 
     def result(self) -> tuple[Tensor, Tensor]:
         """The result over all keys, `[..., D]`; wide, if there were several."""
-        outs, lses = torch.cat(self._outs), torch.cat(self._lses)
+        lses = torch.cat(self._lses)
         lse = lses.logsumexp(0)
-        return (outs * (lses - _finite(lse)).exp_().unsqueeze(-1)).sum(0), lse
+        weights = (lses - _finite(lse)).exp_().unsqueeze(-1)
+        if self._held <= _FEW_NUMBERS:
+            return (torch.cat(self._outs) * weights).sum(0), lse
+        total = weights.new_zeros((*lse.shape, self._outs[0].shape[-1]))
+        for out, weight in zip((out for outs in self._outs for out in outs), weights):
+            total.addcmul_(out.to(total.dtype), weight)
+        return total, lse
 
 
 def _finite(lse: Tensor) -> Tensor:

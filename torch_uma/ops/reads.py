@@ -25,9 +25,9 @@ _WINDOW_BLOCK_TOKENS = 128
 
 # Runs of fewer bytes cost less to copy together, so many bytes at a time, than to attend to one by one.
 # Where many queries look at each run, what is merged costs more.
-_SHORT_RUN_BYTES = 2**16
+_SHORT_RUN_BYTES = 2**17
 _MORE_SHORT = 4
-_COPY_BYTES = 2**20
+_COPY_BYTES = 2**21
 
 
 def plan_reads(
