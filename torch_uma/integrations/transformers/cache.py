@@ -139,14 +139,17 @@ class UnifiedCache(Cache):
 
     @property
     def is_compileable(self) -> bool:
-        """Whether a decode step is one graph for ever: if attention reads the arena, or there is none.
+        """Whether a decode step is one graph for ever: if attention reads the arena, or there is none. OutOfMemory.
 
         `generate()` asks this before every forward. A model without attention says nothing else of one that is
-        compiled, so the step of its next token begins with the question. OutOfMemory.
+        compiled, so the step of its next token begins with the question. On a CPU, where transformers does not compile,
+        the answer is yes for stock attention too: it then gets a mask for one token, with which "sdpa" does not read
+        strided keys once for every head.
         """
-        if isinstance(self._steps, OwnSteps) and self._steps.in_place and all(self.is_linear):
-            self._steps.announce(1)
-        return self._steps.in_place
+        steps = self._steps
+        if isinstance(steps, OwnSteps) and steps.in_place and all(self.is_linear):
+            steps.announce(1)
+        return steps.in_place or (steps.pool is not None and steps.pool.device.type == "cpu")
 
     def _finish(self) -> None:
         """Writes back what the forward of a `pool.step` changed in copies."""
@@ -321,15 +324,14 @@ def _plan_for(layers: tuple[Layer, ...], num_rows: int, max_tokens: int, page_si
         "pad_entries": device.type == "cpu",
     }
     boundless = plan(layers, memory="1TiB", **options)
-    per_row_bytes, page_bytes = 0, 0
+    per_row_bytes, slack_bytes = 0, 0
     for subpool in boundless.subpools:
         lengths = range(max(1, max_tokens - subpool.page_tokens + 1), max_tokens + 1)
         num_pages = max(map(subpool.num_pages_for, lengths))
         if not subpool.is_state:
             # A step over many tokens reads the window before them, and leaves another one.
             num_pages = min(2 * num_pages, -(-max_tokens // subpool.page_tokens))
+            # In the sink, and where a band begins or ends within a page; a grid of states begins where the sink ends.
+            slack_bytes += 2 * subpool.page_bytes
         per_row_bytes += num_pages * subpool.page_bytes
-        page_bytes += subpool.page_bytes
-    # A grid may end within a page at both of its ends.
-    memory = num_rows * per_row_bytes + 2 * page_bytes
-    return plan(layers, memory=memory, **options)
+    return plan(layers, memory=num_rows * per_row_bytes + slack_bytes, **options)
