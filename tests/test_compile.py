@@ -7,6 +7,7 @@ from collections.abc import Callable
 from math import prod
 from typing import Any
 
+import compiled_decode
 import models
 import psutil
 import pytest
@@ -202,3 +203,10 @@ def test_a_compiled_forward_that_nobody_announced_runs_in_pieces() -> None:
     whole = torch.compile(model, backend="eager", fullgraph=True)
     with pytest.raises(Exception, match=r"compile the model over pool\.step\(\)"), torch.no_grad():
         whole(tokens, cache=UnifiedCache(model, memory=MEMORY))
+
+
+def test_the_example_compiles_once(capsys: pytest.CaptureFixture[str]) -> None:
+    torch.compiler.reset()
+    counters.clear()
+    compiled_decode.main()
+    assert capsys.readouterr().out.startswith("1 graph for 3 sequences")
