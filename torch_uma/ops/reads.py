@@ -175,7 +175,8 @@ class _Stored(NamedTuple):
 
     def read(self, span: _Span) -> list[Run]:
         """What the block reads of these: long runs in place, by twos if its queries are few, short ones copied."""
-        long: list[Run] = []
+        cut_up: list[Run] = []
+        long: list[Stretch] = []  # long runs that all queries see
         whole: list[Stretch] = []  # short runs that all queries see
         other: list[Stretch] = []
         few = span.end - span.first <= MOST_PACKED
@@ -186,7 +187,10 @@ class _Stored(NamedTuple):
                 continue
             entry += at - position
             if until - at >= short or len(self.runs) == 1:
-                long.extend(_seen(span, Run(at, until - at, entry, self.apart, False, Sees.ALL)))
+                if few and span.high <= at and until <= span.first + 1:
+                    long.append((at, until, entry))
+                else:
+                    cut_up.extend(_seen(span, Run(at, until - at, entry, self.apart, False, Sees.ALL)))
             elif at < span.high:
                 other.append((at, until, entry))
             else:
@@ -195,30 +199,29 @@ class _Stored(NamedTuple):
                     whole.append((at, cut, entry))
                 if cut < until:
                     other.append((cut, until, entry + cut - at))
-        if few and len(long) > 1:
-            long = list(self._by_twos(long, whole))
-        return [*long, *self._copied(whole, Sees.ALL), *self._copied(other, Sees.BAND)]
+        return [*cut_up, *self._by_twos(long, whole), *self._copied(whole, Sees.ALL), *self._copied(other, Sees.BAND)]
 
-    def _by_twos(self, runs: list[Run], short: list[Stretch]) -> Iterator[Run]:
+    def _by_twos(self, long: list[Stretch], short: list[Stretch]) -> Iterator[Run]:
         """Any two runs lie at one stride, so two of equal length take one call; what is over may be `short`."""
-        waiting: Run | None = None
-        for run in sorted(runs, key=lambda run: run.num_tokens):
-            if run.sees is not Sees.ALL:
-                yield run
-            elif waiting is None:
-                waiting = run
-            else:
-                num_tokens = waiting.num_tokens
-                low, high = (waiting, run) if waiting.first < run.first else (run, waiting)
-                yield low._replace(num_tokens=num_tokens, apart=high.first - low.first, second=high.position)
-                over = run.num_tokens - num_tokens
-                waiting = None
-                if over >= self.short:
-                    waiting = _cut(run, run.position + num_tokens, run.position + run.num_tokens, Sees.ALL)
-                elif over:
-                    short.append((run.position + num_tokens, run.position + run.num_tokens, run.first + num_tokens))
+        waiting: Stretch | None = None
+        for stretch in sorted(long, key=lambda stretch: stretch[1] - stretch[0]):
+            if waiting is None:
+                waiting = stretch
+                continue
+            (first, end, entry), (second, second_end, second_entry) = waiting, stretch
+            num_tokens = end - first
+            over = (second + num_tokens, second_end, second_entry + num_tokens)
+            if second_entry < entry:
+                first, entry, second, second_entry = second, second_entry, first, entry
+            yield Run(first, num_tokens, entry, second_entry - entry, False, Sees.ALL, second)
+            waiting = None
+            if over[1] - over[0] >= self.short:
+                waiting = over
+            elif over[0] < over[1]:
+                short.append(over)
         if waiting is not None:
-            yield waiting
+            first, end, entry = waiting
+            yield Run(first, end - first, entry, self.apart, False, Sees.ALL)
 
     def _copied(self, short: list[Stretch], sees: Sees) -> Iterator[Run]:
         if len(short) < 2:
