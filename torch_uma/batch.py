@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING
@@ -34,9 +35,10 @@ class Rows:
         self._pool = pool
         self._tensor: Tensor | None = None
         self._runs: dict[int, tuple[tuple[int, int, int], Run | None]] = {}
+        self._num_steps = 0  # since states were last moved
+        self._num_steps_worth: float | None = None  # so many copies of the states cost as much as it does to move them
         self._state_cells: Int64Array | None = None
         self._aligned_slots = b""  # that lie side by side
-        self._apart_bytes = 0  # what steps have copied because states lay apart
         self._unaligned: tuple[object, ...] | None = None  # how things were when they could not be aligned
 
     def tensor(self) -> Tensor:
@@ -56,15 +58,18 @@ class Rows:
         return known[1]
 
     def align_states(self, step: Step) -> None:
-        """Move the states of a step over these rows side by side, once its steps have copied as much as that costs.
+        """Move the states of a step over these rows side by side, once there were steps enough for that to be worth it.
 
-        The step has just begun, so that nobody has seen its places, and its own pin holds nothing yet. Where it cannot
+        The step has just begun, so that nobody has seen its places and its own pin need not hold yet. Where it cannot
         be done, it is tried again when states have come, gone or moved. Moves pages, or changes nothing.
         """
+        self._num_steps += 1
+        if self._num_steps_worth is None:
+            self._num_steps_worth = self._steps_worth_a_move()
+        if self._num_steps < self._num_steps_worth:
+            return
         books = self._pool.sequences
         allocator = books.allocator
-        if not books.lifespans.states or len(self.numbers) == 1 or allocator.mover is None:
-            return
         k = books.lifespans.states[0]
         if self._state_cells is None:
             self._state_cells = books.tables.origin[k].take(self.numbers)
@@ -74,10 +79,6 @@ class Rows:
             return
         if not np.count_nonzero(slots[1:] - slots[:-1] != 1):
             self._aligned_slots = seen
-            return
-        grid = allocator.bands[k].grid
-        self._apart_bytes += 2 * len(slots) * grid.page_bytes  # there and back
-        if self._apart_bytes < alignment_price_bytes(len(slots), grid.num_pages, self._pool.device):
             return
         band = allocator.bands[k]
         num_leases = len(allocator.ledger.leases)
@@ -90,9 +91,18 @@ class Rows:
         finally:
             step._pin = allocator.pin_while(partial(books.pages_of, self.numbers))
         if is_aligned:
-            self._apart_bytes = 0
+            self._num_steps = 0
         else:
             self._unaligned = state
+
+    def _steps_worth_a_move(self) -> float:
+        books = self._pool.sequences
+        num_rows = len(self.numbers)
+        if not books.lifespans.states or num_rows == 1 or books.allocator.mover is None:
+            return math.inf
+        grid = books.allocator.bands[books.lifespans.states[0]].grid
+        copied_bytes = 2 * num_rows * grid.page_bytes  # there and back
+        return alignment_price_bytes(num_rows, grid.num_pages, self._pool.device) / copied_bytes
 
 
 class Batch:
