@@ -54,7 +54,9 @@ def test_what_the_readme_does_with_a_model(name):
     given = {"model": model, "inputs": prompts((9, 4)), "prompt": prompts((12,))["input_ids"]}
     given = run_block("README.md", 0, **given)
     assert given["cache"].get_seq_length() > 9
-    given = run_block("README.md", 1, **given)
+    run_block("README.md", 1, **given)
+    assert model.config._attn_implementation == "torch_uma"
+    given = run_block("README.md", 2, **given)
     assert given["branch"].pool.closed and given["logits"].shape[1] == 1
 
 
@@ -70,10 +72,15 @@ def test_what_the_usage_page_does(name):
             "docs/usage.md", 0, first=first, second=second, pool=pool, model=model, input_ids=torch.tensor([[1], [2]])
         )
         assert (first.length, second.length) == (5, 7)
+        model.set_attn_implementation("torch_uma")
+        torch.compiler.reset()
+        batch = pool.batch([first, second])
+        run_block("docs/usage.md", 1, batch=batch, pool=pool, model=model, input_ids=torch.tensor([[1], [2]]))
+        assert (first.length, second.length) == (6, 8)
         pool.check()
 
 
 def test_the_readme_makes_a_pool_without_a_model_library():
-    pool = run_block("README.md", 2)["pool"]
+    pool = run_block("README.md", 3)["pool"]
     assert isinstance(pool, torch_uma.CachePool)
     assert [subpool.name for subpool in pool.plan.subpools] == ["state", "window_128", "full"]
