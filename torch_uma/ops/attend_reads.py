@@ -55,7 +55,23 @@ def attend_reads(
         raise ValueError("new keys and values are given to a plan that was made for them, and to no other")
     if query.stride(2) != 1:
         query = query.contiguous()
-    num_tokens, num_heads, _ = query.shape
+    num_tokens, num_heads, width = query.shape
+    run = reads.only_run
+    if run is not None and reads.blocks[0].num_sequences == num_tokens:
+        is_plain = dims[0] != dims[1] or softcap != 0.0 or mask is not None or bias is not None
+        if not is_plain and query.dtype == dtype_of(dtypes[0]) == dtype_of(dtypes[1]):
+            size, numbers = query.element_size(), arena.view(query.dtype)
+            first = numbers.storage_offset() + origin_bytes // size
+            entry = entry_bytes // size
+            shape = (num_tokens, num_kv_heads, run.num_tokens, width)
+            strides = (run.apart * entry, width, entry, 1)
+            key, value = (
+                numbers.as_strided(shape, strides, first + offset // size + run.first * entry)
+                for offset in offsets_bytes
+            )
+            out, lse = flash(query.view(num_tokens, num_kv_heads, -1, width), key, value, scale)
+            out, lse = out.reshape(num_tokens, num_heads, width), lse.reshape(num_tokens, num_heads)
+            return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
     keys = _Rows(arena, dtype_of(dtypes[0]), origin_bytes, entry_bytes, offsets_bytes[0], num_kv_heads, dims[0])
     values = _Rows(arena, dtype_of(dtypes[1]), origin_bytes, entry_bytes, offsets_bytes[1], num_kv_heads, dims[1])
     keys.new, values.new = new_key, new_value

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from typing import NamedTuple
 
 from torch import Tensor
@@ -93,3 +94,12 @@ class Reads:
     window: int
     has_new: bool
     bands: dict[tuple[object, ...], Tensor] = field(default_factory=dict, compare=False, repr=False)
+
+    @cached_property
+    def only_run(self) -> Run | None:
+        """The run, if one token of each sequence reads just one, in the arena, and sees all of it."""
+        if len(self.blocks) != 1 or self.blocks[0].num_tokens != 1 or len(self.blocks[0].runs) != 1:
+            return None
+        (run,) = self.blocks[0].runs
+        in_place = not run.is_new and run.second is None and run.entries is None
+        return run if in_place and run.sees is Sees.ALL and self.blocks[0].apart == 1 else None

@@ -16,7 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from torch_uma.errors import GradientError, SequenceError
-from torch_uma.integrations.transformers.reading import Reading
+from torch_uma.integrations.transformers.reading import Reading, Scores
 
 NAME = "torch_uma"
 
@@ -126,7 +126,8 @@ def attention(
     if torch.is_grad_enabled() and query.requires_grad:
         raise GradientError("attention over the arena records no gradients; wrap the call in torch.no_grad()")
     attend = torch_uma.attend_latents if torch_uma.is_latent else torch_uma.attend
-    return attend(module, query, key, value, attention_mask, scale, softcap or 0.0, s_aux, position_bias, indices), None
+    scores = Scores(scale, softcap or 0.0, s_aux, position_bias, attention_mask, indices)
+    return attend(module, query, key, value, scores), None
 
 
 def _plain(

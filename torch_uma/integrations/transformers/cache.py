@@ -176,7 +176,9 @@ class UnifiedCache(Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Stores new keys and values of a layer; returns all that the step attends to. PlanError for no such layer."""
         self._check_layer(layer_idx, AttentionLayer, "keys and values")
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        layer: Any = self.layers[layer_idx]
+        stored: tuple[torch.Tensor, torch.Tensor] = layer.update(key_states, value_states, *args, **kwargs)
+        return stored
 
     def update_conv_state(
         self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any

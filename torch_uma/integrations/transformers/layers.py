@@ -74,21 +74,25 @@ class AttentionLayer(ArenaLayer, CacheLayerMixin):
         assert store is not None
         _check_stored(store, (key_states, value_states))
         where = places.tokens[store.subpool.index]
-        _write(places.arena, store, where.write, (key_states, value_states))
+        new = (key_states, value_states)
+        if places.plans_reads and not where.appends and _has_dtype(store, new) and not torch.compiler.is_compiling():
+            _write_all(store, where.write, new)
+        else:
+            _write(places.arena, store, where.write, new)
         if places.in_place:
             self.path = "in place"
             if "kwargs" not in kwargs:
                 raise SequenceError(
                     f"layer {self._layer} does not hand on what attention by {NAME!r} needs; use 'sdpa' or 'eager'"
                 )
-            kwargs["kwargs"][NAME] = Reading(places=places, store=store, new=(key_states, value_states))
+            kwargs["kwargs"][NAME] = Reading(places=places, store=store, new=new)
             keys, values = key_states, value_states
         elif isinstance(self._lifetime, Chunk):
             raise PlanError(
                 f"layer {self._layer} attends within chunks, which padding may shift, and only attention sees padding; "
                 f"call model.set_attn_implementation({NAME!r})"
             )
-        elif where.run is not None and _has_dtype(store, key_states.dtype) and not torch.compiler.is_compiling():
+        elif where.run is not None and _has_dtype(store, new) and not torch.compiler.is_compiling():
             self.path = "view"
             keys, values = _view(store, where.run, places, key_states), _view(store, where.run, places, value_states, 1)
         else:
@@ -291,8 +295,14 @@ def _gradient_error() -> GradientError:
     )
 
 
-def _has_dtype(store: TokenStore, dtype: torch.dtype) -> bool:
-    return all(placed.row.dtype == dtype for placed in store.rows)
+def _has_dtype(store: TokenStore, new: tuple[torch.Tensor, torch.Tensor]) -> bool:
+    return all(placed.row.dtype == states.dtype for placed, states in zip(store.rows, new, strict=True))
+
+
+def _write_all(store: TokenStore, entries: torch.Tensor, new: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """`_write` on the host with less ado, of rows that are all stored and as they are."""
+    for states, grid in zip(new, store.entry_grids, strict=True):
+        grid.index_copy_(0, entries.view(-1), states.transpose(1, 2).reshape(-1, *grid.shape[1:]))
 
 
 def _write(

@@ -6,14 +6,14 @@ forward pass runs, so that a traced forward only sees tensors: index tensors bes
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from torch_uma.integrations.transformers.stores import StateStore, Tensors, grid_over, stores_of
+from torch_uma.integrations.transformers.stores import StateStore, Tensors, TokenStore, grid_over, stores_of
 from torch_uma.layout import Chunk, Full, Lifetime, Window
 from torch_uma.ops.reads import Reads, plan_reads
 from torch_uma.ops.reference import on_host
@@ -30,12 +30,15 @@ class TokenPlaces:
 
     `write`: int64 entries [rows, num_new_tokens], -1 for a token that is not stored. `run`: the first page and the
     pages from row to row, if every row's tokens lie one after the other. `appends`: new tokens follow those read,
-    because not all of them are stored.
+    because not all of them are stored. `has_new`: attention in the arena is given new keys and values, as they may not
+    be stored. A token that is alone is, and is read in the arena with the others, unless it may be the last to need
+    itself.
     """
 
     write: torch.Tensor
     run: tuple[int, int] | None
     appends: bool
+    has_new: bool
 
 
 class StepPlaces:
@@ -70,13 +73,10 @@ class StepPlaces:
         self._reads: dict[int, tuple[torch.Tensor | None, Reads]] = {}
         self._states: dict[int, Tensors] = {}
         self._copy: torch.Tensor | None = None  # of the states, [rows, page_bytes] uint8
+        past = torch.from_numpy(step.past.astype(np.int64))
+        self._past = past.to(self.arena.device).unsqueeze(1)  # [rows, 1]
+        self._positions = self._past + torch.arange(self.num_new_tokens, device=self.arena.device)
         self.plans_reads = in_place and on_host(self.arena)
-        if in_place:
-            ends = torch.arange(self.num_rows + 1, device=self.arena.device)
-            self.query_starts = ends * self.num_new_tokens
-            past = self._past_tensor().squeeze(1)
-            self.lengths = past + self.num_new_tokens
-            self.longest_past = past.amax()
         for subpool in pool.plan.subpools:
             if subpool.is_state:
                 self._place_states(subpool)
@@ -90,12 +90,29 @@ class StepPlaces:
             if whole and store.tokens is not None and not in_place:
                 self.extent(layer)
 
+    # Not kept: a trace makes them part of its graph, and a forward that runs on the host asks for none of them.
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """[rows] int64, tokens of each row with those of the step."""
+        return self._past.squeeze(1) + self.num_new_tokens
+
+    @property
+    def longest_past(self) -> torch.Tensor:
+        """0-d int64, tokens of the longest row before the step."""
+        return self._past.amax()
+
+    @property
+    def query_starts(self) -> torch.Tensor:
+        """[rows + 1] int64, the new tokens of the rows before each, and of all."""
+        return torch.arange(self.num_rows + 1, device=self.arena.device) * self.num_new_tokens
+
     def extent(self, layer: int) -> tuple[int, int]:
         """First column and number of columns of the keys that a layer reads, of rows that end at one column."""
         if layer not in self._extents:
             store = self.stores[layer].tokens
             assert store is not None
-            self._extents[layer] = extent(store.subpool.lifetime, self.past, self.num_new_tokens)
+            self._extents[layer] = extent(store.subpool.lifetime, self.past.tolist(), self.num_new_tokens)
         return self._extents[layer]
 
     def page_table(self, subpool: SubPool) -> torch.Tensor:
@@ -105,25 +122,19 @@ class StepPlaces:
     def read(self, subpool: SubPool) -> torch.Tensor:
         """The int64 entries [rows, num_read] of what a layer reads, -1 in front of a row that is shorter."""
         if subpool.index not in self._fetched:
-            offset, length = extent(subpool.lifetime, self.past, self.num_new_tokens)
+            offset, length = extent(subpool.lifetime, self.past.tolist(), self.num_new_tokens)
             end = offset + length - (self.num_new_tokens if self.tokens[subpool.index].appends else 0)
             # Rows are aligned at their ends: a column before a row's first token has a negative position.
             columns = torch.arange(offset, end, device=self.arena.device)
-            self._fetched[subpool.index] = self.step.entries(subpool, columns - (self.max_past - self._past_tensor()))
+            self._fetched[subpool.index] = self.step.entries(subpool, columns - (self.max_past - self._past))
         return self._fetched[subpool.index]
 
-    def has_new(self, subpool: SubPool) -> bool:
-        """Whether attention is given the new keys and values, as not all of them may be stored.
-
-        A token that is alone is, and is read in the arena with the others, unless it may be the last to need itself.
-        """
-        return self.num_new_tokens > 1 or isinstance(subpool.lifetime, Chunk) or subpool.lifetime == Window(1)
-
-    def reads(self, subpool: SubPool, starts: torch.Tensor | None) -> Reads:
-        """What attention in the arena reads of a sub-pool, where `starts` [rows] are the first tokens that are seen.
+    def reads(self, store: TokenStore, starts: torch.Tensor | None) -> Reads:
+        """What a layer's attention reads in the arena, where `starts` [rows] are the first tokens that are seen.
 
         On the host only; planned once for all layers that come with the same numbers.
         """
+        subpool = store.subpool
         known = self._reads.get(subpool.index)
         if known is None or not _is_same(known[0], starts):
             lifetime = subpool.lifetime
@@ -137,7 +148,8 @@ class StepPlaces:
                 window=lifetime.num_tokens if isinstance(lifetime, Window) else 0,
                 chunk=lifetime.num_tokens if isinstance(lifetime, Chunk) else 0,
                 starts=None if starts is None else starts.numpy(),
-                has_new=self.has_new(subpool),
+                has_new=self.tokens[subpool.index].has_new,
+                token_bytes=sum(placed.row.num_bytes for placed in store.rows),
             )
             known = self._reads[subpool.index] = (starts, reads)
         return known[1]
@@ -146,12 +158,11 @@ class StepPlaces:
         """The position ids [rows, new]; and for attention to rows that are fetched, and aligned at their ends, the
         attention mask [rows, longest past + new].
         """
-        past = self._past_tensor()
-        positions = past + torch.arange(self.num_new_tokens, device=self.arena.device)
         if self.in_place:
-            return {"position_ids": positions}
+            return {"position_ids": self._positions}
         columns = torch.arange(self.max_past + self.num_new_tokens, device=self.arena.device)
-        return {"attention_mask": (columns >= self.max_past - past).long(), "position_ids": positions}
+        attention_mask = (columns >= self.max_past - self._past).long()
+        return {"attention_mask": attention_mask, "position_ids": self._positions}
 
     def state(self, layer: int) -> Tensors:
         """The state of `layer` by row name, [rows, *shape] in the order of the batch: live, to be changed in place.
@@ -194,24 +205,25 @@ class StepPlaces:
         }
 
     def _place_tokens(self, subpool: SubPool) -> TokenPlaces:
-        new = self._past_tensor() + torch.arange(self.num_new_tokens, device=self.arena.device)
-        first_needed = [subpool.lifetime.first_needed(int(past) + self.num_new_tokens) for past in self.past]
-        appends = bool((np.array(first_needed) > self.past).any())
-        reads_all = isinstance(subpool.lifetime, Full) and self.is_even
+        new = self._positions
+        appends = any(
+            subpool.lifetime.first_needed(past + self.num_new_tokens) > past
+            for past in ([] if isinstance(subpool.lifetime, Full) else set(self.past.tolist()))
+        )
+        fetches_all = isinstance(subpool.lifetime, Full) and self.is_even and not self.in_place
         return TokenPlaces(
             write=self.step.entries(subpool, new),
-            run=self.step.run(subpool) if reads_all else None,
+            run=self.step.run(subpool) if fetches_all else None,
             appends=appends,
+            has_new=self.num_new_tokens > 1 or subpool.lifetime == Window(1) or isinstance(subpool.lifetime, Chunk),
         )
 
-    def _past_tensor(self) -> torch.Tensor:
-        return torch.from_numpy(self.past.astype(np.int64)).to(self.arena.device).unsqueeze(1)  # [rows, 1]
 
-
-def extent(lifetime: Lifetime, past: NDArray[np.int64], num_new_tokens: int) -> tuple[int, int]:
+def extent(lifetime: Lifetime, past: Iterable[int], num_new_tokens: int) -> tuple[int, int]:
     """First column and number of columns of keys that a step reads, when rows of `past` tokens end at one column."""
-    max_past = int(past.max())
-    offset = min(max_past - length + lifetime.first_needed(length) for length in map(int, np.unique(past)))
+    lengths = set(past)
+    max_past = max(lengths)
+    offset = min(max_past - length + lifetime.first_needed(length) for length in lengths)
     return offset, max_past + num_new_tokens - offset
 
 

@@ -7,7 +7,7 @@ keyword arguments.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,21 @@ from torch_uma.integrations.transformers.places import StepPlaces
 from torch_uma.integrations.transformers.stores import TokenStore
 from torch_uma.layout import Chunk, Window
 from torch_uma.ops.attend import attend_reads
+
+
+class Scores(NamedTuple):
+    """How scores are made of the products of queries and keys.
+
+    `softcap`: 0 for none. `sinks` [heads], `bias` [rows or 1, heads or 1, new or 1, keys]; `mask` as `attention.mask`
+    makes it, or added to the scores; `indices` int64 [rows, new, n], positions of the keys of each query.
+    """
+
+    scale: float
+    softcap: float = 0.0
+    sinks: Tensor | None = None
+    bias: Tensor | None = None
+    mask: Tensor | None = None
+    indices: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,47 +47,12 @@ class Reading:
         """Whether what is stored is the latent of multi-head latent attention and its rotary key."""
         return self.store.rows[0].row.name == "latent"
 
-    def attend(
-        self,
-        module: torch.nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        scale: float,
-        softcap: float,
-        sinks: Tensor | None,
-        bias: Tensor | None,
-        indices: Tensor | None,
-    ) -> Tensor:
-        """Attention of `query` [rows, heads, new, dim]: [rows, new, heads, value dim]. `mask`: see `attention.mask`."""
-        dims = (key.shape[-1], value.shape[-1])
-        return self._attend(
-            query,
-            key,
-            value,
-            dims,
-            self.store.offsets_bytes,
-            mask=mask,
-            scale=scale,
-            softcap=softcap,
-            sinks=sinks,
-            bias=bias,
-            indices=indices,
-        )
+    def attend(self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+        """Attention of `query` [rows, heads, new, dim]: [rows, new, heads, value dim]."""
+        return self._attend(query, key, value, self.store.offsets_bytes, scores)
 
     def attend_latents(
-        self,
-        module: torch.nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        scale: float,
-        softcap: float,
-        sinks: Tensor | None,
-        bias: Tensor | None,
-        indices: Tensor | None,
+        self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, scores: Scores
     ) -> Tensor:
         """As `attend`, where `key` and `value` are what the model made of the new latents.
 
@@ -80,10 +60,8 @@ class Reading:
         and to the result instead (DeepSeek-V2, arXiv 2405.04434, section 2.1.2). PlanError for a projection that is no
         plain linear layer.
         """
-        options: dict[str, Any] = {"mask": mask, "scale": scale, "softcap": softcap, "sinks": sinks, "bias": bias}
-        if self.places.fresh and self.places.num_new_tokens > 1 and indices is None:
-            dims = (key.shape[-1], value.shape[-1])
-            return self._attend(query, key, value, dims, self.store.offsets_bytes, indices=None, **options)
+        if self.places.is_first and self.places.num_new_tokens > 1 and scores.indices is None:
+            return self._attend(query, key, value, self.store.offsets_bytes, scores)
         projection = module.kv_b_proj
         if type(projection) is not torch.nn.Linear or projection.bias is not None:
             raise PlanError(
@@ -98,69 +76,29 @@ class Reading:
         absorbed = torch.cat([torch.einsum("bhqd,hdr->bhqr", plain, of_keys), rotary], dim=-1)
         self._check_adjacent()
         offset_bytes = self.store.offsets_bytes[0]
-        attended = self._attend(
-            absorbed,
-            torch.cat([latent, rope_key], dim=-1),
-            latent,
-            (rank + rope_key.shape[-1], rank),
-            (offset_bytes, offset_bytes),
-            indices=indices,
-            **options,
-        )
+        latent_key = torch.cat([latent, rope_key], dim=-1)
+        attended = self._attend(absorbed, latent_key, latent, (offset_bytes, offset_bytes), scores)
         return torch.einsum("bqhr,hvr->bqhv", attended, of_values)
 
     def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        dims: tuple[int, int],
-        offsets_bytes: tuple[int, int],
-        *,
-        mask: Tensor | None,
-        scale: float,
-        softcap: float,
-        sinks: Tensor | None,
-        bias: Tensor | None,
-        indices: Tensor | None,
+        self, query: Tensor, key: Tensor, value: Tensor, offsets_bytes: tuple[int, int], scores: Scores
     ) -> Tensor:
-        """[rows, new, heads, dims[1]]; `key` and `value` [rows, heads, new, dim] are read if new tokens are several."""
+        """[rows, new, heads, value dim], with keys and values of these shapes at `offsets_bytes` of an entry."""
         places, subpool = self.places, self.store.subpool
-        num_new_tokens, lifetime = places.num_new_tokens, subpool.lifetime
-        starts = None
-        if mask is not None and mask.dtype == torch.int64:
-            starts, mask = mask.flatten(), None
-            if isinstance(lifetime, Chunk):
-                self._check_chunks(starts, lifetime)
-        first_column = 0
-        columns = mask if mask is not None else bias
-        if columns is not None:
-            if not places.is_even:
-                raise SequenceError(
-                    "rows that hold unequal numbers of tokens can only be attended to causally, without a mask of "
-                    "another form or a bias; run them in steps of their own"
-                )
-            first_column = places.max_past + num_new_tokens - columns.shape[-1]
-        if mask is not None and mask.dtype.is_floating_point:
-            bias, mask = mask if bias is None else mask + bias, None
-        options: dict[str, Any] = {
-            "softcap": softcap,
-            "sinks": sinks,
-            "mask": None if mask is None else mask.squeeze(1),
-            "bias": bias,
-            "first_column": first_column,
-            "new_key": _packed(key) if places.has_new(subpool) else None,
-            "new_value": _packed(value) if places.has_new(subpool) else None,
-        }
+        lifetime = subpool.lifetime
+        starts, options = self._options(scores)
+        if places.tokens[subpool.index].has_new:
+            options["new_key"], options["new_value"] = _packed(key), _packed(value)
         where = (subpool.origin_bytes, subpool.entry_bytes)
-        what: tuple[Any, ...] = (offsets_bytes, dims, key.shape[1], self.store.dtypes, scale)
-        if places.plans_reads and indices is None and not torch.compiler.is_compiling():
-            reads = places.reads(subpool, starts)
-            attended, _ = attend_reads(places.arena, _packed(query), reads, *where, *what, **options)
+        dims = (key.shape[-1], value.shape[-1])
+        what: tuple[Any, ...] = (offsets_bytes, dims, key.shape[1], self.store.dtypes, scores.scale)
+        packed = _packed(query)
+        if places.plans_reads and scores.indices is None and not torch.compiler.is_compiling():
+            attended, _ = attend_reads(places.arena, packed, places.reads(self.store, starts), *where, *what, **options)
         else:
             attended, _ = torch.ops.torch_uma.attend(
                 places.arena,
-                _packed(query),
+                packed,
                 places.query_starts,
                 places.page_table(subpool),
                 places.v2p,
@@ -172,14 +110,39 @@ class Reading:
                 window=lifetime.num_tokens if isinstance(lifetime, Window) else 0,
                 chunk=lifetime.num_tokens if isinstance(lifetime, Chunk) else 0,
                 starts=starts,
-                indices=None if indices is None else indices.flatten(0, -2),
+                indices=None if scores.indices is None else scores.indices.flatten(0, -2),
                 **options,
             )
-        result: Tensor = attended.unflatten(0, (places.num_rows, num_new_tokens))
+        result: Tensor = attended.view(places.num_rows, places.num_new_tokens, *attended.shape[1:])
         return result
 
-    def _check_chunks(self, starts: Tensor, lifetime: Chunk) -> None:
-        if torch.compiler.is_compiling() or not (starts % lifetime.num_tokens).any():
+    def _options(self, scores: Scores) -> tuple[Tensor | None, dict[str, Any]]:
+        """First tokens that are seen, and what the ops take of the scores. SequenceError where rows are too unequal."""
+        options: dict[str, Any] = {"softcap": scores.softcap, "sinks": scores.sinks}
+        mask, bias, starts = scores.mask, scores.bias, None
+        if mask is None and bias is None:
+            return None, options
+        if mask is not None and mask.dtype == torch.int64:
+            starts, mask = mask.flatten(), None
+            self._check_chunks(starts)
+        elif mask is not None and mask.dtype.is_floating_point:
+            bias, mask = mask if bias is None else mask + bias, None
+        columns = mask if mask is not None else bias
+        if columns is not None:
+            if not self.places.is_even:
+                raise SequenceError(
+                    "rows that hold unequal numbers of tokens can only be attended to causally, without a mask of "
+                    "another form or a bias; run them in steps of their own"
+                )
+            options["first_column"] = self.places.max_past + self.places.num_new_tokens - columns.shape[-1]
+            options["mask"], options["bias"] = None if mask is None else mask.squeeze(1), bias
+        return starts, options
+
+    def _check_chunks(self, starts: Tensor) -> None:
+        lifetime = self.store.subpool.lifetime
+        if not isinstance(lifetime, Chunk) or torch.compiler.is_compiling():
+            return
+        if not (starts % lifetime.num_tokens).any():
             return
         raise SequenceError(
             f"padding of {starts.tolist()} tokens in front of the rows shifts their chunks of {lifetime.num_tokens}, "
@@ -197,4 +160,4 @@ class Reading:
 
 def _packed(states: Tensor) -> Tensor:
     """[rows, heads, tokens, dim] as [rows * tokens, heads, dim]."""
-    return states.transpose(1, 2).flatten(0, 1)
+    return states.squeeze(2) if states.shape[2] == 1 else states.transpose(1, 2).flatten(0, 1)

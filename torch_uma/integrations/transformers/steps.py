@@ -14,7 +14,6 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary, ref
 
-import numpy as np
 import torch
 
 from torch_uma.errors import SequenceError
@@ -181,10 +180,12 @@ class OwnSteps:
         None while there are no rows and `like`, a tensor [batch, ...], does not tell how many to make. OutOfMemory
         leaves everything as after the last whole step. SequenceError in a forward whose step something else has ended.
         """
+        if not torch.compiler.is_compiling():
+            return self._enter(layer, name, is_read, num_new_tokens, like)
         places = self._announced_places()
         call = (layer, name, is_read)
         if places is None or call in places.traced:
-            return self._enter(layer, name, is_read, num_new_tokens, like)
+            return self._enter_untraced(layer, name, is_read, num_new_tokens, like)
         places.traced.add(call)
         places.is_traversed = layer == self._final_layer
         return places
@@ -195,7 +196,6 @@ class OwnSteps:
             return None
         return self._open
 
-    @_untraced
     def _enter(
         self, layer: int, name: str, is_read: bool, num_new_tokens: int | None, like: torch.Tensor | None
     ) -> StepPlaces | None:
@@ -228,19 +228,24 @@ class OwnSteps:
             self._waiting.discard((layer, name))
         return places
 
+    _enter_untraced = _untraced(_enter)  # a call through it costs as much as the rest
+
     def leave(self, layer: int) -> None:
         """A layer has stored its tokens; if it was the last to be waited for, the step is committed.
 
         Not yet if they are to be read in the arena, as the pages that go with the commit may be among them.
         """
-        if not torch.compiler.is_compiling() or self._open is None or not self._open.is_announced:
+        if not torch.compiler.is_compiling():
             self._leave(layer)
+        elif self._open is None or not self._open.is_announced:
+            self._leave_untraced(layer)
 
-    @_untraced
     def _leave(self, layer: int) -> None:
         self._waiting.discard((layer, "tokens"))
         if not self._waiting and self._open is not None and not self._open.in_place:
             self.settle()
+
+    _leave_untraced = _untraced(_leave)
 
     @_untraced
     def announce(self, num_new_tokens: int) -> None:
@@ -295,7 +300,7 @@ class OwnSteps:
         self._announced = num_new_tokens
         if num_new_tokens == 1 and self.in_place:
             self.announce(num_new_tokens)
-        return extent(lifetime, np.array([self._length()]), num_new_tokens)
+        return extent(lifetime, [self._length()], num_new_tokens)
 
     def at_rest(self) -> CacheRows:
         """The rows, to be looked at or changed by another than a forward."""

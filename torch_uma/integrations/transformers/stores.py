@@ -27,14 +27,16 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class TokenStore:
-    """The rows of one attention layer: keys, then values, in one sub-pool. Each grid is [pages, page_size, *shape].
+    """The rows of one attention layer: keys, then values, in one sub-pool.
 
+    Each grid is [pages, page_size, *shape], and by entries [pages * page_size, *shape].
     `offsets_bytes`, `widths` (elements of a row) and `dtypes` are what the ops take.
     """
 
     subpool: SubPool
     rows: tuple[PlacedRow, PlacedRow]
     grids: tuple[torch.Tensor, torch.Tensor]
+    entry_grids: tuple[torch.Tensor, torch.Tensor]
     offsets_bytes: tuple[int, int]
     widths: tuple[int, int]
     dtypes: tuple[str, str]
@@ -92,10 +94,12 @@ def _store(pool: CachePool, layer: int) -> Store:
     if paged:
         subpool = paged[0][0]
         key, value = (placed for _, placed in paged)
+        grids = (pool.arena.view(subpool, layer, key.row.name), pool.arena.view(subpool, layer, value.row.name))
         tokens = TokenStore(
             subpool=subpool,
             rows=(key, value),
-            grids=(pool.arena.view(subpool, layer, key.row.name), pool.arena.view(subpool, layer, value.row.name)),
+            grids=grids,
+            entry_grids=(grids[0].flatten(0, 1), grids[1].flatten(0, 1)),
             offsets_bytes=(key.offset_bytes, value.offset_bytes),
             widths=(prod(key.row.shape), prod(value.row.shape)),
             dtypes=(dtype_name(key.row.dtype), dtype_name(value.row.dtype)),
@@ -103,11 +107,11 @@ def _store(pool: CachePool, layer: int) -> Store:
     if states:
         subpool = states[0][0]
         rows = {placed.row.name: placed for _, placed in states}
-        grids = {
+        state_grids = {
             name: grid_over(pool.arena.bytes, placed, subpool.page_bytes, subpool.origin_bytes + placed.offset_bytes)
             for name, placed in rows.items()
         }
-        state = StateStore(subpool=subpool, rows=rows, grids=grids)
+        state = StateStore(subpool=subpool, rows=rows, grids=state_grids)
     return Store(tokens=tokens, state=state)
 
 
