@@ -18,6 +18,7 @@ from torch_uma.layout import Chunk, Full, Lifetime, Window
 from torch_uma.ops.reads import Reads, plan_reads
 from torch_uma.ops.reference import on_host
 from torch_uma.plan import SubPool
+from torch_uma.runs import Run
 
 if TYPE_CHECKING:
     from torch_uma.pool import CachePool
@@ -36,7 +37,7 @@ class TokenPlaces:
     """
 
     write: torch.Tensor
-    run: tuple[int, int] | None
+    run: Run | None
     appends: bool
     has_new: bool
 
@@ -205,18 +206,24 @@ class StepPlaces:
         }
 
     def _place_tokens(self, subpool: SubPool) -> TokenPlaces:
-        new = self._positions
-        appends = any(
-            subpool.lifetime.first_needed(past + self.num_new_tokens) > past
-            for past in ([] if isinstance(subpool.lifetime, Full) else set(self.past.tolist()))
+        lifetime = subpool.lifetime
+        is_full = isinstance(lifetime, Full)
+        appends = not is_full and any(
+            lifetime.first_needed(past + self.num_new_tokens) > past for past in set(self.past.tolist())
         )
-        fetches_all = isinstance(subpool.lifetime, Full) and self.is_even and not self.in_place
+        run = self.step.run(subpool) if is_full else None
         return TokenPlaces(
-            write=self.step.entries(subpool, new),
-            run=self.step.run(subpool) if fetches_all else None,
+            write=self.step.entries(subpool, self._positions) if run is None else self._entries_of(subpool, run),
+            run=run if self.is_even else None,
             appends=appends,
-            has_new=self.num_new_tokens > 1 or subpool.lifetime == Window(1) or isinstance(subpool.lifetime, Chunk),
+            has_new=self.num_new_tokens > 1 or lifetime == Window(1) or isinstance(lifetime, Chunk),
         )
+
+    def _entries_of(self, subpool: SubPool, run: Run) -> torch.Tensor:
+        """Those of the new tokens in a run, without a look at the page tables."""
+        first_page, pages_between_rows = run
+        rows = torch.arange(self.num_rows, device=self.arena.device).unsqueeze(1)
+        return (first_page + rows * pages_between_rows) * subpool.page_size + self._positions
 
 
 def extent(lifetime: Lifetime, past: Iterable[int], num_new_tokens: int) -> tuple[int, int]:

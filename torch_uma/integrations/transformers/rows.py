@@ -170,7 +170,7 @@ class CacheRows:
 
     def check_whole(self) -> None:
         """Raise SequenceError if a forward was stopped after it had changed states in place."""
-        if self.pool is None or not self.sequences:
+        if self.pool is None or not self.sequences or not self.pool.sequences.any_torn:
             return
         try:
             self.pool.sequences.check_whole(np.array([sequence.row for sequence in self.sequences]))
