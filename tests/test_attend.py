@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch_uma.ops import attention, dtype_name, reads, reference
 from torch_uma.ops.attend import attend, attend_reads, plan_reads
 from torch_uma.ops.attend_gathered import attend_gathered
+from torch_uma.ops.reads import plan_run
 
 op = torch.ops.torch_uma.attend
 host = importlib.import_module("torch_uma.ops.attend_reads")  # the package has functions of these names, too
@@ -615,3 +616,23 @@ def test_under_compile() -> None:
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(*arguments[:2]), step(*arguments[:2]))
+
+
+@pytest.mark.parametrize(
+    ("num_sequences", "num_tokens", "page_size"), [(1, 1, 1), (1, 50, 7), (3, 33, 16), (4, 64, 16)]
+)
+def test_a_plan_of_runs_is_what_is_found_in_page_tables(num_sequences: int, num_tokens: int, page_size: int) -> None:
+    columns = -(-num_tokens // page_size)
+    page_table = np.arange(num_sequences * columns, dtype=np.int32).reshape(num_sequences, columns)
+    v2p = np.concatenate([5 + row * (columns + 2) + np.arange(columns) for row in range(num_sequences)])
+    found = plan_reads(
+        page_table,
+        v2p,
+        np.arange(num_sequences),
+        np.full(num_sequences, num_tokens),
+        np.arange(num_sequences + 1),
+        page_size,
+    )
+    apart = (columns + 2) * page_size
+    made = plan_run(num_sequences, num_tokens, 5 * page_size, apart if num_sequences > 1 else 0)
+    assert made == found and made.only_run is not None

@@ -83,6 +83,15 @@ def plan_reads(
     return Reads(blocks=tuple(batch.blocks()), window=window, has_new=has_new)
 
 
+def plan_run(num_sequences: int, num_tokens: int, first: int, apart: int) -> Reads:
+    """The plan of one query each of sequences of `num_tokens` tokens that lie in one run each, `apart` entries apart.
+
+    What `plan_reads` finds for them, without a look at page tables. `first` is the first entry of the first sequence.
+    """
+    run = Run(0, num_tokens, first, apart, False, Sees.ALL)
+    return Reads(blocks=(Block(0, num_sequences, 0, 0, 1, 1, num_tokens - 1, (run,)),), window=0, has_new=False)
+
+
 class _Batch(NamedTuple):
     """What is known of each sequence before its queries are cut into blocks."""
 

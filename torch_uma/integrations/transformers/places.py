@@ -15,7 +15,7 @@ import torch
 
 from torch_uma.integrations.transformers.stores import StateStore, Tensors, TokenStore, grid_over, stores_of
 from torch_uma.layout import Chunk, Full, Lifetime, Window
-from torch_uma.ops.reads import Reads, plan_reads
+from torch_uma.ops.reads import Reads, plan_reads, plan_run
 from torch_uma.ops.reference import on_host
 from torch_uma.plan import SubPool
 from torch_uma.runs import Run
@@ -137,6 +137,11 @@ class StepPlaces:
         """
         subpool = store.subpool
         known = self._reads.get(subpool.index)
+        where = self.tokens[subpool.index]
+        if known is None and starts is None and where.run is not None and self.num_new_tokens == 1:
+            first_entry, entries_between_rows = (pages * subpool.page_size for pages in where.run)
+            reads = plan_run(self.num_rows, self.max_past + 1, first_entry, entries_between_rows)
+            known = self._reads[subpool.index] = (None, reads)
         if known is None or not _is_same(known[0], starts):
             lifetime = subpool.lifetime
             reads = plan_reads(
@@ -149,7 +154,7 @@ class StepPlaces:
                 window=lifetime.num_tokens if isinstance(lifetime, Window) else 0,
                 chunk=lifetime.num_tokens if isinstance(lifetime, Chunk) else 0,
                 starts=None if starts is None else starts.numpy(),
-                has_new=self.tokens[subpool.index].has_new,
+                has_new=where.has_new,
                 token_bytes=sum(placed.row.num_bytes for placed in store.rows),
             )
             known = self._reads[subpool.index] = (starts, reads)
