@@ -67,13 +67,13 @@ def test_rows_are_aligned_and_apart(shapes: list[tuple[tuple[int, ...], torch.dt
     assert end_bytes <= layout.entry_bytes
     assert layout.entry_bytes % 16 == 0 and layout.entry_bytes > 0
     assert layout.padding_bytes == layout.entry_bytes - sum(r.num_bytes for _, r in rows)
-    assert layout.padding_bytes <= 16 * len(rows) + 32 * pad_entry
+    assert layout.padding_bytes <= 16 * len(rows) + 64 * pad_entry
 
 
 def test_stride_padding_only_off_multiples_of_4_kib() -> None:
     wide = [(layer, row(name, 8, 64)) for layer in range(2) for name in "kv"]
     assert lay_out(wide).entry_bytes == 4096
-    assert lay_out(wide, pad_entry=True).entry_bytes == 4096 + 32
+    assert lay_out(wide, pad_entry=True).entry_bytes == 4096 + 64
     assert lay_out(wide[:3], pad_entry=True).entry_bytes == 3072
 
 

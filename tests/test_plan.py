@@ -231,7 +231,7 @@ def test_padding_of_strides_is_optional_and_counted() -> None:
     layers = [kv(Full(), 8, 64), kv(Full(), 8, 64)]
     assert plan(layers, memory=MIB).subpools[0].entry_bytes == 4096
     padded = plan(layers, memory=MIB, pad_entries=True).subpools[0]
-    assert (padded.entry_bytes, padded.layout.padding_bytes, padded.page_bytes) == (4128, 32, 16 * 4128)
+    assert (padded.entry_bytes, padded.layout.padding_bytes, padded.page_bytes) == (4160, 64, 16 * 4160)
 
 
 def test_memory_as_text() -> None:

@@ -18,6 +18,8 @@ from torch_uma.errors import PlanError
 from torch_uma.layout import ALIGNMENT_BYTES
 from torch_uma.plan import Plan, SubPool
 
+_PAGE_BYTES = 4096  # of the machine's memory
+
 
 class Arena:
     """The bytes of a plan, `bytes`: uint8 `[plan.arena_bytes]`, allocated once and at the same address for ever.
@@ -32,8 +34,8 @@ class Arena:
             # A tensor that is made in inference mode could not be written outside of it.
             with torch.inference_mode(False):
                 try:
-                    out = torch.empty(plan.arena_bytes, dtype=torch.uint8, device=device)
-                except RuntimeError as error:
+                    out = _allocate(plan.arena_bytes, device)
+                except (RuntimeError, MemoryError) as error:
                     raise PlanError(
                         f"an arena of {plan.arena_bytes:,} bytes could not be allocated on "
                         f"{device or 'the default device'}; give less memory ({error})"
@@ -98,6 +100,16 @@ class Arena:
                 typed = self.bytes.view(dtype)
                 self._typed[dtype] = typed if typed.is_meta else torch.utils.dlpack.from_dlpack(typed)
         return self._typed[dtype]
+
+
+def _allocate(num_bytes: int, device: torch.device | str | None) -> Tensor:
+    """uint8 `[num_bytes]`; on a CPU from numpy, which asks Linux for huge pages: attention reads entries far apart."""
+    wanted = torch.get_default_device() if device is None else torch.device(device)
+    if wanted.type != "cpu":
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    memory = np.empty(num_bytes + _PAGE_BYTES, np.uint8)
+    first = -memory.ctypes.data % _PAGE_BYTES
+    return torch.from_numpy(memory[first : first + num_bytes])
 
 
 def _checked(out: Tensor, arena_bytes: int, device: torch.device | str | None) -> Tensor:

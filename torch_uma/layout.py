@@ -17,7 +17,7 @@ ALIGNMENT_BYTES = 16
 """Every row and every entry starts at a multiple of this, so that kernels may use vector loads."""
 
 _ALIASING_BYTES = 2048
-_STRIDE_PADDING_BYTES = 32
+_STRIDE_PADDING_BYTES = 64
 
 
 def align_up(num_bytes: int, alignment: int) -> int:
@@ -160,7 +160,7 @@ class EntryLayout:
 def lay_out(rows: Iterable[tuple[int, Row]], *, pad_entry: bool = False) -> EntryLayout:
     """Place `(layer, row)` pairs one after another, each at a multiple of 16 bytes.
 
-    `pad_entry` keeps the entry's stride off multiples of 2 KiB, which alias in CPU caches, at a cost of 32 bytes.
+    `pad_entry` keeps the entry's stride off multiples of 2 KiB, which alias in CPU caches, at a cost of 64 bytes.
     """
     placed = []
     end_bytes = 0
