@@ -70,9 +70,10 @@ MODELS: dict[str, Callable[[], PreTrainedConfig]] = {
         moe_intermediate_size=256,
         shared_expert_intermediate_size=256,
     ),
-    # A window of 128 tokens and full attention in turns, with sinks; its code has no sdpa.
+    # A window of 128 tokens and full attention in turns, with sinks, and 8 query heads for each of keys, as in
+    # gpt-oss-20b; its code has no sdpa.
     "gpt_oss": lambda: GptOssConfig(
-        **COMMON,
+        **COMMON | {"num_attention_heads": 16},
         intermediate_size=384,
         num_local_experts=4,
         num_experts_per_tok=2,
