@@ -125,7 +125,7 @@ def attention(
         raise SequenceError("attention over the arena has no dropout; call model.eval(), or pass use_cache=False")
     if torch.is_grad_enabled() and query.requires_grad:
         raise GradientError("attention over the arena records no gradients; wrap the call in torch.no_grad()")
-    attend = torch_uma.attend_latents if torch_uma.is_latent else torch_uma.attend
+    attend = torch_uma.attend_latents if torch_uma.store.is_latent else torch_uma.attend
     scores = Scores(scale, softcap or 0.0, s_aux, position_bias, attention_mask, indices)
     return attend(module, query, key, value, scores), None
 

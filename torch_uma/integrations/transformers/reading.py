@@ -6,7 +6,6 @@ keyword arguments.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -34,18 +33,12 @@ class Scores(NamedTuple):
     indices: Tensor | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Reading:
+class Reading(NamedTuple):
     """Keys and values of one layer in one step: those in the arena, and the new ones [rows, heads, new, dim]."""
 
     places: StepPlaces
     store: TokenStore
     new: tuple[Tensor, Tensor]
-
-    @property
-    def is_latent(self) -> bool:
-        """Whether what is stored is the latent of multi-head latent attention and its rotary key."""
-        return self.store.rows[0].row.name == "latent"
 
     def attend(self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """Attention of `query` [rows, heads, new, dim]: [rows, new, heads, value dim]."""

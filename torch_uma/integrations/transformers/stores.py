@@ -30,7 +30,8 @@ class TokenStore:
     """The rows of one attention layer: keys, then values, in one sub-pool.
 
     Each grid is [pages, page_size, *shape], and by entries [pages * page_size, *shape].
-    `offsets_bytes`, `widths` (elements of a row) and `dtypes` are what the ops take.
+    `offsets_bytes`, `widths` (elements of a row) and `dtypes` are what the ops take. `is_latent`: they are the latent
+    of multi-head latent attention and its rotary key.
     """
 
     subpool: SubPool
@@ -40,6 +41,7 @@ class TokenStore:
     offsets_bytes: tuple[int, int]
     widths: tuple[int, int]
     dtypes: tuple[str, str]
+    is_latent: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +105,7 @@ def _store(pool: CachePool, layer: int) -> Store:
             offsets_bytes=(key.offset_bytes, value.offset_bytes),
             widths=(prod(key.row.shape), prod(value.row.shape)),
             dtypes=(dtype_name(key.row.dtype), dtype_name(value.row.dtype)),
+            is_latent=key.row.name == "latent",
         )
     if states:
         subpool = states[0][0]
