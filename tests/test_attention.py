@@ -11,6 +11,7 @@ from test_generate import MEMORY, NUM_NEW, Scramble, generate
 from test_loop import Loop, alone, prompt_of
 from tiny_models import assert_same_tokens, prompts
 from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel, StaticCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import torch_uma
 from torch_uma import CachePool, UnifiedCache
@@ -152,7 +153,33 @@ def test_padding_that_would_shift_chunks_is_refused() -> None:
     assert torch.equal(tokens, generate(model_of("llama4", "eager"), inputs))
 
 
-def test_a_cache_of_another_config_is_refused() -> None:
+def test_a_model_that_hands_nothing_on_is_served_by_its_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As before transformers 5.24, which does not give the keyword arguments to the cache."""
+    update = UnifiedCache.update
+    monkeypatch.setattr(UnifiedCache, "update", lambda self, key, value, layer, **_: update(self, key, value, layer))
+    for name in ("gpt_oss", "llama"):
+        cache = UnifiedCache(model_of(name, "torch_uma"), memory=MEMORY)
+        inputs = prompts((5, 37, 20))
+        tokens = generate(model_of(name, "torch_uma"), inputs, cache=cache)
+        assert_same_tokens(model_of(name, "eager"), tokens, expected(name), inputs["attention_mask"])
+        assert set(cache.paths()) == {"in place"}
+    model = model_of("deepseek_v3", "torch_uma")
+    with pytest.raises(torch_uma.SequenceError, match=r"use transformers 5\.24 or newer"):
+        generate(model, prompts((9,)), cache=UnifiedCache(model, memory=MEMORY))
+
+
+def test_a_model_whose_attention_is_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama", attention="torch_uma")
+    monkeypatch.setattr(ALL_ATTENTION_FUNCTIONS, "get_interface", lambda name, default: default)
+    cache = UnifiedCache(model, memory=MEMORY)
+    with pytest.raises(torch_uma.SequenceError, match="attention of layer 0 did not read the arena"):
+        generate(model, prompts((9,)), cache=cache)
+    monkeypatch.undo()
+    tokens = generate(model, prompts((9,)), cache=cache)
+    assert torch.equal(tokens, generate(model_of("llama", "eager"), prompts((9,))))
+
+
+def test_a_cache_of_another_config_serves_stock_keys() -> None:
     model = model_of("llama", "torch_uma")
     cache = UnifiedCache(build("llama").config, memory=MEMORY)
     tokens = generate(model, prompts((9, 9)), cache=cache)

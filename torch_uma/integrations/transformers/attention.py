@@ -16,7 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from torch_uma.errors import GradientError, SequenceError
-from torch_uma.integrations.transformers.reading import Reading, Scores
+from torch_uma.integrations.transformers.reading import Reading, Scores, find
 
 NAME = "torch_uma"
 
@@ -109,6 +109,8 @@ def attention(
     cannot do there: dropout, or masks of other forms over rows of unequal length.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if torch_uma is None and not torch.compiler.is_compiling():
+        torch_uma = find(key, value)
     if torch_uma is None:
         if attention_mask is not None and attention_mask.dtype == torch.int64:
             raise SequenceError(

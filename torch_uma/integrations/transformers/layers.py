@@ -15,7 +15,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 from torch_uma.errors import GradientError, PlanError, SequenceError
 from torch_uma.integrations.transformers.attention import NAME, InPlace
 from torch_uma.integrations.transformers.places import StepPlaces
-from torch_uma.integrations.transformers.reading import Reading
+from torch_uma.integrations.transformers.reading import Reading, leave
 from torch_uma.integrations.transformers.steps import GivenStep, OwnSteps, Part, in_forward
 from torch_uma.integrations.transformers.stores import TokenStore, check_served
 from torch_uma.integrations.transformers.versions import DummyLayer
@@ -81,11 +81,18 @@ class AttentionLayer(ArenaLayer, CacheLayerMixin):
             _write(places.arena, store, where.write, new)
         if places.in_place:
             self.path = "in place"
-            if "kwargs" not in kwargs:
+            if not torch.compiler.is_compiling():
+                places.hand_out(self._layer)
+            reading = Reading(places=places, store=store, new=new)
+            if "kwargs" in kwargs:
+                kwargs["kwargs"][NAME] = reading
+            elif store.is_latent or torch.compiler.is_compiling():
                 raise SequenceError(
-                    f"layer {self._layer} does not hand on what attention by {NAME!r} needs; use 'sdpa' or 'eager'"
+                    f"layer {self._layer} does not hand on what attention by {NAME!r} needs; use transformers 5.24 or "
+                    "newer for compiled forwards and for latents, or 'sdpa' or 'eager'"
                 )
-            kwargs["kwargs"][NAME] = Reading(places=places, store=store, new=new)
+            else:
+                leave(reading)
             keys, values = key_states, value_states
         elif isinstance(self._lifetime, Chunk):
             raise PlanError(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from torch_uma.errors import SequenceError
 from torch_uma.integrations.transformers.stores import StateStore, Tensors, TokenStore, grid_over, stores_of
 from torch_uma.layout import Chunk, Full, Lifetime, Window
 from torch_uma.ops.reads import Reads, plan_reads, plan_run
@@ -62,6 +63,7 @@ class StepPlaces:
         self.is_announced = False
         self.traced: set[tuple[int, str, bool]] = set()
         self.is_traversed = False
+        self.unused: int | None = None  # the layer whose reading was handed out last, until it is used
         self.is_even = bool((step.past == self.max_past).all())
         self.fresh = bool(step.fresh.all())
         self.rows = step.rows_on_device
@@ -107,6 +109,15 @@ class StepPlaces:
     def query_starts(self) -> torch.Tensor:
         """[rows + 1] int64, the new tokens of the rows before each, and of all."""
         return torch.arange(self.num_rows + 1, device=self.arena.device) * self.num_new_tokens
+
+    def hand_out(self, layer: int) -> None:
+        """Note that a layer's reading is handed out; SequenceError if nobody has used the one before, on the host."""
+        if self.unused is not None:
+            raise SequenceError(
+                f"the attention of layer {self.unused} did not read the arena: this model does not go through "
+                "transformers' attention interface; use attn_implementation='sdpa' or 'eager'"
+            )
+        self.unused = layer
 
     def extent(self, layer: int) -> tuple[int, int]:
         """First column and number of columns of the keys that a layer reads, of rows that end at one column."""

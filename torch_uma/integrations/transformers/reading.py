@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from torch_uma.errors import PlanError, SequenceError
 from torch_uma.integrations.transformers.places import StepPlaces
@@ -31,6 +32,10 @@ class Scores(NamedTuple):
     bias: Tensor | None = None
     mask: Tensor | None = None
     indices: Tensor | None = None
+
+
+_UNTOLD: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""By new keys, the places and store of readings that a model does not hand on to its attention."""
 
 
 class Reading(NamedTuple):
@@ -86,6 +91,8 @@ class Reading(NamedTuple):
         dims = (key.shape[-1], value.shape[-1])
         what: tuple[Any, ...] = (offsets_bytes, dims, key.shape[1], self.store.dtypes, scores.scale)
         packed = _packed(query)
+        if not torch.compiler.is_compiling():
+            places.unused = None
         if places.plans_reads and scores.indices is None and not torch.compiler.is_compiling():
             attended, _ = attend_reads(places.arena, packed, places.reads(self.store, starts), *where, *what, **options)
         else:
@@ -149,6 +156,17 @@ class Reading(NamedTuple):
                 f"latents of {latent.row.num_bytes} bytes are not a multiple of 16, so keys cannot be read as one; "
                 "use attn_implementation='sdpa'"
             )
+
+
+def leave(reading: Reading) -> None:
+    """Keep a reading for `find`, for as long as its keys live."""
+    _UNTOLD[reading.new[0]] = (reading.places, reading.store)
+
+
+def find(key: Tensor, value: Tensor) -> Reading | None:
+    """The reading that was left with just this tensor of new keys."""
+    known = _UNTOLD.get(key)
+    return None if known is None else Reading(places=known[0], store=known[1], new=(key, value))
 
 
 def _packed(states: Tensor) -> Tensor:
