@@ -139,6 +139,45 @@ def test_room_for_max_tokens_is_enough_for_any_way_there(page_size: int) -> None
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("own", [True, False])
+def test_what_is_expected_has_room_in_one_run(name: str, own: bool) -> None:
+    model = model_of(name)
+    pool = None if own else torch_uma.CachePool(model, memory=MEMORY)
+    cache = torch_uma.UnifiedCache(model, pool=pool)
+    cache.expect(len(LENGTHS), 110)
+    assert cache.batch_size == len(LENGTHS) and cache.get_seq_length() == 0
+    if own:
+        assert cache.pool.plan.arena_bytes < MEMORY
+    torch_uma.testing.poison(cache.pool)
+    tokens = generate(model, prompts(LENGTHS), cache=cache)
+    assert_same_tokens(model, tokens, expected(name, "eager", False), prompts(LENGTHS)["attention_mask"])
+    full = model.config.layer_types.index("full_attention")
+    assert cache.paths()[full] == "view"
+    cache.pool.check()
+
+
+def test_what_cannot_be_expected_changes_nothing() -> None:
+    model = model_of("gpt_oss")
+    cache = torch_uma.UnifiedCache(model, memory=MEMORY)
+    for batch_size, max_tokens in ((0, 5), (2, 0), (1.5, 5), (2, "9")):
+        with pytest.raises(torch_uma.PlanError):
+            cache.expect(batch_size, max_tokens)
+    with pytest.raises(torch_uma.OutOfMemory):
+        cache.expect(2, 10**6)
+    assert not cache.is_initialized
+    generate(model, prompts((4, 6)), cache=cache, max_new_tokens=5)
+    with pytest.raises(torch_uma.SequenceError, match="holds 2 rows and cannot expect 3"):
+        cache.expect(3, 50)
+    live = cache.pool.stats().live_bytes
+    with pytest.raises(torch_uma.OutOfMemory):
+        cache.expect(2, 10**6)
+    assert cache.pool.stats().live_bytes == live
+    cache.expect(2, 200)
+    assert cache.pool.stats().live_bytes > live
+    cache.pool.check()
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_a_cache_made_in_inference_mode_serves_outside_of_it(name: str) -> None:
     model = model_of(name)
     inputs = prompts(LENGTHS)

@@ -78,7 +78,7 @@ class UnifiedCache(Cache):
         device = device if device is not None else getattr(model_or_config, "device", None)
         page_entries = 16 if page_size is None else page_size
 
-        def make_pool(num_rows: int, tensor_device: torch.device) -> CachePool:
+        def make_pool(num_rows: int, tensor_device: torch.device, max_tokens: int | None) -> CachePool:
             on = tensor_device if device is None else torch.device(device)
             options: dict[str, Any] = {"max_sequences": max_sequences or max(256, 4 * num_rows), "device": on}
             if memory is None and max_tokens is not None:
@@ -89,7 +89,7 @@ class UnifiedCache(Cache):
             return made
 
         if pool is None and memory is not None:
-            pool = make_pool(1, torch.get_default_device())
+            pool = make_pool(1, torch.get_default_device(), max_tokens)
         rows = CacheRows(make_pool, pool=pool, max_tokens=max_tokens)
         config, has_attention = text_config_of(model_or_config), _stores_tokens(layers)
         self._steps: OwnSteps | GivenStep = OwnSteps(
@@ -207,6 +207,16 @@ class UnifiedCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int | torch.Tensor:  # type: ignore[override]  # a tensor in a trace
         """Tokens of the longest row, also for a model of recurrent layers only."""
         return self._steps.length()
+
+    def expect(self, batch_size: int, max_tokens: int) -> None:
+        """Makes room for rows of `max_tokens` tokens, those of full attention in one run if one can be had.
+
+        The rows are made if there are none. PlanError for numbers that are none, SequenceError for another number of
+        rows than there are, OutOfMemory; then the rows that there are, and their room, are as before.
+        """
+        batch_size = whole(batch_size, "the batch_size that a cache is to expect", least=1, error=PlanError)
+        max_tokens = whole(max_tokens, "max_tokens of a cache", least=1, error=PlanError)
+        self._own().at_rest().expect(batch_size, max_tokens)
 
     def reset(self) -> None:
         """Frees the rows; the next forward starts again, with any batch size that fits."""

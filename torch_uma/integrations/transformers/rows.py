@@ -30,13 +30,14 @@ _log = logging.getLogger(__name__)
 class CacheRows:
     """What one cache has of a pool.
 
-    `make_pool` makes the pool for a number of rows on a device, when the first rows are made and `pool` is None.
+    `make_pool` makes the pool, for a number of rows on a device, of `max_tokens`, when the first rows are made and
+    `pool` is None.
     `max_tokens` is the length for which the rows are given room at once, None for as much as they need, doubled.
     """
 
     def __init__(
         self,
-        make_pool: Callable[[int, torch.device], CachePool],
+        make_pool: Callable[[int, torch.device, int | None], CachePool],
         *,
         pool: CachePool | None = None,
         max_tokens: int | None = None,
@@ -61,7 +62,7 @@ class CacheRows:
         """Makes `num_rows` empty rows where there are none, and the pool if there is none. All of them or none."""
         assert not self.sequences
         if self.pool is None:
-            self.pool = self._make_pool(num_rows, device)
+            self.pool = self._make_pool(num_rows, device, self.max_tokens)
             self._num_sized_for = None if self.max_tokens is None else num_rows
         if self.pool.closed:
             raise _closed_error()
@@ -78,6 +79,25 @@ class CacheRows:
         sequences.sort(key=lambda sequence: [int(allocator.v2p[ids[0]]) for ids in sequence.pages if len(ids)])
         self._hold(sequences)
         self._room_tokens = 0
+
+    def expect(self, num_rows: int, max_tokens: int) -> None:
+        """Gives the rows room for `max_tokens` tokens each, and makes `num_rows` of them where there are none."""
+        if self.sequences and len(self) != num_rows:
+            raise SequenceError(f"the cache holds {len(self)} rows and cannot expect {num_rows}; reset() it first")
+        before, is_new = self.max_tokens, not self.sequences
+        self.max_tokens = max_tokens
+        try:
+            if is_new:
+                self.add(num_rows, torch.get_default_device())
+            assert self.pool is not None and self._batch is not None
+            with self._says_size():
+                self.pool.extend_runs(self._batch, max_tokens)
+        except TorchUmaError:
+            self.max_tokens = before
+            if is_new:
+                self.free()
+            raise
+        self._room_tokens = max_tokens
 
     def select(self, rows: Iterable[int]) -> None:
         """Row i becomes what row `rows[i]` was; rows that are taken twice share pages. Nothing changes if it fails."""
