@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import torch_uma
 from torch_uma import CachePool, UnifiedCache
+from torch_uma.integrations.transformers.attention import attention
 
 torch.set_num_threads(1)
 
@@ -126,11 +128,48 @@ def test_the_implementation_may_change_between_two_calls() -> None:
     whole = generate(model, inputs, max_new_tokens=40)
     cache = UnifiedCache(model, memory=MEMORY)
     tokens, mask = inputs["input_ids"], inputs["attention_mask"]
-    for attention in ("torch_uma", "eager") * 2:
-        model.set_attn_implementation(attention)
+    for implementation in ("torch_uma", "eager") * 2:
+        model.set_attn_implementation(implementation)
         tokens = generate(model, {"input_ids": tokens, "attention_mask": mask}, max_new_tokens=10, cache=cache)
         mask = torch.cat([mask, mask.new_ones(2, 10)], dim=1)
     assert_same_tokens(model, tokens, whole, inputs["attention_mask"])
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_a_causal_mask_of_the_users_own(dtype: torch.dtype, per_head: bool) -> None:
+    tokens = prompts((21,))["input_ids"]
+    chance = torch.Generator().manual_seed(1)
+    mask = torch.rand(1, 4 if per_head else 1, 21, 21, generator=chance) > 0.3
+    mask = (mask | torch.eye(21, dtype=torch.bool)).tril()
+    additive = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+    given = mask if dtype == torch.bool else additive
+    model = model_of("llama", "torch_uma")
+    expected_logits = model_of("llama", "eager")(tokens, attention_mask=additive, use_cache=False).logits
+    for cut in (21, 13):
+        cache = UnifiedCache(model, memory=MEMORY)
+        with torch.no_grad():
+            logits = [
+                model(tokens[:, start:end], attention_mask=given[:, :, start:end, :end], cache=cache).logits
+                for start, end in ((0, cut), (cut, 21))
+                if start < end
+            ]
+        torch.testing.assert_close(torch.cat(logits, dim=1), expected_logits, rtol=1e-4, atol=1e-4)
+
+
+def test_an_announced_step_is_given_up_when_attention_changes() -> None:
+    model = build("llama", attention="torch_uma")
+    cache = UnifiedCache(model, memory=MEMORY)
+    tokens = prompts((9,))["input_ids"]
+    with torch.no_grad():
+        model(tokens[:, :8], cache=cache)
+        handle = model.model.layers[0].register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(tokens[:, 8:], cache=cache)
+        handle.remove()
+        model.set_attn_implementation("eager")
+        logits = model(tokens[:, 8:], cache=cache).logits
+        torch.testing.assert_close(logits, model(tokens, use_cache=False).logits[:, -1:], rtol=1e-4, atol=1e-4)
 
 
 def test_padding_that_is_not_all_in_front() -> None:
@@ -164,19 +203,58 @@ def test_a_model_that_hands_nothing_on_is_served_by_its_keys(monkeypatch: pytest
         assert_same_tokens(model_of(name, "eager"), tokens, expected(name), inputs["attention_mask"])
         assert set(cache.paths()) == {"in place"}
     model = model_of("deepseek_v3", "torch_uma")
-    with pytest.raises(torch_uma.SequenceError, match=r"use transformers 5\.24 or newer"):
+    with pytest.raises(torch_uma.SequenceError, match=r"or transformers 5\.24 or newer"):
         generate(model, prompts((9,)), cache=UnifiedCache(model, memory=MEMORY))
 
 
 def test_a_model_whose_attention_is_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama", attention="torch_uma")
-    monkeypatch.setattr(ALL_ATTENTION_FUNCTIONS, "get_interface", lambda name, default: default)
+
+    def own(module: Any, query: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
+        return query.transpose(1, 2), None
+
+    monkeypatch.setattr(ALL_ATTENTION_FUNCTIONS, "get_interface", lambda name, default: own)
     cache = UnifiedCache(model, memory=MEMORY)
     with pytest.raises(torch_uma.SequenceError, match="attention of layer 0 did not read the arena"):
         generate(model, prompts((9,)), cache=cache)
+    # Where there is but one such layer, it is told when the step ends.
+    pool = CachePool(model, memory=MEMORY)
+    sequence = pool.add()
+    with pytest.raises(torch_uma.SequenceError, match="attention of layer 0"), pool.step({sequence: 1}) as one:
+        one.update(torch.zeros(1, 2, 1, 16), torch.zeros(1, 2, 1, 16), 0, kwargs={})
+    assert sequence.length == 0
     monkeypatch.undo()
     tokens = generate(model, prompts((9,)), cache=cache)
     assert torch.equal(tokens, generate(model_of("llama", "eager"), prompts((9,))))
+
+
+def test_what_the_arena_cannot_follow_is_refused() -> None:
+    """Keys or values that are changed after they were stored, attention to later tokens, masks made of the new keys."""
+    model = model_of("llama", "torch_uma")
+    module = model.model.layers[0].self_attn
+    pool = CachePool(model, memory=MEMORY)
+    sequence = pool.add()
+
+    def attend(**changes: Any) -> None:
+        with torch.no_grad(), pool.step({sequence: 3}) as cache:
+            told: dict[str, Any] = {}
+            query, key, value = torch.zeros(1, 4, 3, 16), torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 3, 16)
+            key, value = cache.update(key, value, 0, kwargs=told)
+            given = {"key": key, "value": value, "attention_mask": None, **told, **changes}
+            attention(module, query, **given)
+
+    for changes, message in (
+        ({"value": torch.zeros(1, 2, 3, 16)}, "changes keys or values"),
+        ({"key": torch.ones(1, 2, 3, 16)}, "changes keys or values"),
+        ({"is_causal": False}, "attends to later tokens"),
+        ({"attention_mask": torch.ones(1, 1, 3, 2, dtype=torch.bool)}, "a mask of 2 columns for 3 keys"),
+        ({"attention_mask": torch.ones(1, 1, 3, 3, dtype=torch.bool)}, "shows later tokens"),
+        ({"attention_mask": torch.zeros(1, 1, 3, 3)}, "shows later tokens"),
+        ({"dropout": 0.1}, "no dropout"),
+    ):
+        with pytest.raises(torch_uma.SequenceError, match=message):
+            attend(**changes)
+    pool.check()
 
 
 def test_a_cache_of_another_config_serves_stock_keys() -> None:

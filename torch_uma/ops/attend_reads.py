@@ -69,7 +69,7 @@ def attend_reads(
                 numbers.as_strided(shape, strides, first + offset // size + run.first * entry)
                 for offset in offsets_bytes
             )
-            out, lse = flash(query.view(num_tokens, num_kv_heads, -1, width), key, value, scale)
+            out, lse = flash(query.reshape(num_tokens, num_kv_heads, -1, width), key, value, scale)
             out, lse = out.reshape(num_tokens, num_heads, width), lse.reshape(num_tokens, num_heads)
             return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
     keys = _Rows(arena, dtype_of(dtypes[0]), origin_bytes, entry_bytes, offsets_bytes[0], num_kv_heads, dims[0])

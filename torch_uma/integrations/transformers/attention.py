@@ -54,10 +54,11 @@ def mask(
     use_vmap: bool = False,
     **kwargs: Any,
 ) -> Tensor | None:
-    """What attention needs to know beside the lengths that it has: None if that is nothing.
+    """What attention needs to know beside the lengths that it has.
 
-    For keys in the arena, with plain causal attention: int64 [rows, 1, 1, 1], the first token that is no padding; or,
-    if the padding is not all in front, bool [rows, 1, 1, tokens]. Otherwise the mask of "sdpa". May synchronise.
+    For keys in the arena, with plain causal attention: int64 [rows, 1, 1, 0] if that is nothing, so that attention can
+    tell that there are such keys; int64 [rows, 1, 1, 1], the first token that is no padding; or, if the padding is not
+    all in front, bool [rows, 1, 1, tokens]. Otherwise the mask of "sdpa", and None in a trace. May synchronise.
     """
     is_plain = not use_vmap and (allow_is_causal_skip or q_length == 1)
     in_place = isinstance(kv_length, InPlace) or torch.compiler.is_compiling()
@@ -75,12 +76,10 @@ def mask(
             **kwargs,
         )
         return other
-    if attention_mask is None:
-        return None
     if torch.compiler.is_compiling():
-        return attention_mask[:, None, None, :]
-    if attention_mask.all():
-        return None
+        return None if attention_mask is None else attention_mask[:, None, None, :]
+    if attention_mask is None or attention_mask.all():
+        return torch.empty((batch_size, 1, 1, 0), dtype=torch.int64, device=kwargs.get("device"))
     starts = attention_mask.int().argmax(dim=-1)
     columns = torch.arange(attention_mask.shape[-1], device=attention_mask.device)
     if torch.equal(attention_mask, columns >= starts[:, None]):
@@ -109,13 +108,14 @@ def attention(
     cannot do there: dropout, or masks of other forms over rows of unequal length.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    layer = f"layer {getattr(module, 'layer_idx', '?')}"
     if torch_uma is None and not torch.compiler.is_compiling():
         torch_uma = find(key, value)
     if torch_uma is None:
         if attention_mask is not None and attention_mask.dtype == torch.int64:
             raise SequenceError(
-                f"layer {getattr(module, 'layer_idx', '?')} attends by 'torch_uma' but stored nothing in this cache; "
-                "make the cache of the very model, or of its own config, that it is used with"
+                f"{layer} attends by {NAME!r} to keys that it did not get from this cache; make the cache of the model "
+                "that uses it, or of that model's own config, or use attn_implementation='sdpa' or 'eager'"
             )
         if softcap is None and s_aux is None and position_bias is None:
             result: tuple[Tensor, None] = sdpa_attention_forward(
@@ -127,6 +127,17 @@ def attention(
         raise SequenceError("attention over the arena has no dropout; call model.eval(), or pass use_cache=False")
     if torch.is_grad_enabled() and query.requires_grad:
         raise GradientError("attention over the arena records no gradients; wrap the call in torch.no_grad()")
+    if not kwargs.get("is_causal", True) or not getattr(module, "is_causal", True):
+        raise SequenceError(
+            f"{layer} attends to later tokens too, but the arena is read causally; use 'sdpa' or 'eager'"
+        )
+    if not torch_uma.store.is_latent and (key is not torch_uma.new[0] or value is not torch_uma.new[1]):
+        raise SequenceError(
+            f"{layer} changes keys or values after it has stored them, which those in the arena cannot follow; use "
+            "attn_implementation='sdpa' or 'eager'"
+        )
+    if attention_mask is not None and attention_mask.shape[-1] == 0:
+        attention_mask = None
     attend = torch_uma.attend_latents if torch_uma.store.is_latent else torch_uma.attend
     scores = Scores(scale, softcap or 0.0, s_aux, position_bias, attention_mask, indices)
     return attend(module, query, key, value, scores), None

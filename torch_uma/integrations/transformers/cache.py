@@ -154,6 +154,7 @@ class UnifiedCache(Cache):
     def _finish(self) -> None:
         """Writes back what the forward of a `pool.step` changed in copies."""
         assert isinstance(self._steps, GivenStep)
+        self._steps.places.check_used()
         self._steps.places.keep_states()
 
     def paths(self) -> list[str]:

@@ -84,14 +84,16 @@ class AttentionLayer(ArenaLayer, CacheLayerMixin):
             if not torch.compiler.is_compiling():
                 places.hand_out(self._layer)
             reading = Reading(places=places, store=store, new=new)
-            if "kwargs" in kwargs:
+            is_told = "kwargs" in kwargs
+            if is_told:
                 kwargs["kwargs"][NAME] = reading
-            elif store.is_latent or torch.compiler.is_compiling():
-                raise SequenceError(
-                    f"layer {self._layer} does not hand on what attention by {NAME!r} needs; use transformers 5.24 or "
-                    "newer for compiled forwards and for latents, or 'sdpa' or 'eager'"
-                )
-            else:
+            if store.is_shared or not is_told:
+                if store.is_latent or torch.compiler.is_compiling():
+                    raise SequenceError(
+                        f"layer {self._layer} {'shares its keys' if is_told else 'does not hand on what it is given'}, "
+                        f"with which attention by {NAME!r} reads neither latents nor compiles; use 'sdpa' or 'eager'"
+                        + ("" if is_told else ", or transformers 5.24 or newer")
+                    )
                 leave(reading)
             keys, values = key_states, value_states
         elif isinstance(self._lifetime, Chunk):

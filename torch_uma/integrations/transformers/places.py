@@ -112,12 +112,16 @@ class StepPlaces:
 
     def hand_out(self, layer: int) -> None:
         """Note that a layer's reading is handed out; SequenceError if nobody has used the one before, on the host."""
+        self.check_used()
+        self.unused = layer
+
+    def check_used(self) -> None:
+        """SequenceError if nobody has used the last reading that was handed out."""
         if self.unused is not None:
             raise SequenceError(
                 f"the attention of layer {self.unused} did not read the arena: this model does not go through "
                 "transformers' attention interface; use attn_implementation='sdpa' or 'eager'"
             )
-        self.unused = layer
 
     def extent(self, layer: int) -> tuple[int, int]:
         """First column and number of columns of the keys that a layer reads, of rows that end at one column."""

@@ -117,26 +117,54 @@ class Reading(NamedTuple):
         return result
 
     def _options(self, scores: Scores) -> tuple[Tensor | None, dict[str, Any]]:
-        """First tokens that are seen, and what the ops take of the scores. SequenceError where rows are too unequal."""
+        """First tokens that are seen, and what the ops take of the scores. SequenceError where they cannot take it."""
         options: dict[str, Any] = {"softcap": scores.softcap, "sinks": scores.sinks}
-        mask, bias, starts = scores.mask, scores.bias, None
-        if mask is None and bias is None:
-            return None, options
+        mask, bias = scores.mask, scores.bias
         if mask is not None and mask.dtype == torch.int64:
-            starts, mask = mask.flatten(), None
+            starts = mask.flatten()
             self._check_chunks(starts)
-        elif mask is not None and mask.dtype.is_floating_point:
-            bias, mask = mask if bias is None else mask + bias, None
+            return starts, options if bias is None else options | self._columns(None, bias)
+        if mask is not None or bias is not None:
+            options |= self._columns(mask, bias)
+        return None, options
+
+    def _columns(self, mask: Tensor | None, bias: Tensor | None) -> dict[str, Any]:
         columns = mask if mask is not None else bias
-        if columns is not None:
-            if not self.places.is_even:
-                raise SequenceError(
-                    "rows that hold unequal numbers of tokens can only be attended to causally, without a mask of "
-                    "another form or a bias; run them in steps of their own"
-                )
-            options["first_column"] = self.places.max_past + self.places.num_new_tokens - columns.shape[-1]
-            options["mask"], options["bias"] = None if mask is None else mask.squeeze(1), bias
-        return starts, options
+        assert columns is not None
+        if not self.places.is_even:
+            raise SequenceError(
+                "rows that hold unequal numbers of tokens can only be attended to causally, without a mask of another "
+                "form or a bias; run them in steps of their own"
+            )
+        end = self.places.max_past + self.places.num_new_tokens
+        num_keys = end - self.store.subpool.lifetime.first_needed(self.places.max_past)
+        if 1 != columns.shape[-1] < num_keys:
+            raise SequenceError(
+                f"a mask of {columns.shape[-1]} columns for {num_keys} keys: this model makes it of the keys it has, "
+                "which are the new ones alone; use attn_implementation='sdpa' or 'eager'"
+            )
+        if mask is not None:
+            self._check_causal(mask)
+            if mask.shape[1] > 1 and mask.dtype == torch.bool:
+                mask = torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, float("-inf"))
+            if mask.dtype.is_floating_point:
+                bias, mask = mask if bias is None else mask + bias, None
+        return {
+            "mask": None if mask is None else mask.squeeze(1),
+            "bias": bias,
+            "first_column": end - columns.shape[-1],
+        }
+
+    def _check_causal(self, mask: Tensor) -> None:
+        num_queries, num_columns = mask.shape[-2:]
+        if num_queries == 1 or torch.compiler.is_compiling():
+            return
+        seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+        if seen.triu(1 + num_columns - num_queries).any():
+            raise SequenceError(
+                "a mask that shows later tokens, as of a prefix or of image tokens that see one another, is no use "
+                "where the arena is read causally; use attn_implementation='sdpa' or 'eager'"
+            )
 
     def _check_chunks(self, starts: Tensor) -> None:
         lifetime = self.store.subpool.lifetime

@@ -207,7 +207,7 @@ class OwnSteps:
                 places.step.state_touched = False  # its state was only looked at
             is_through = self._is_complete() and layer != self._last_layer
             is_again = (layer, name, is_read) in self._touches or (layer, name, False) in self._touches
-            if other_shape or is_through or is_again:
+            if other_shape or is_through or is_again or self._is_outdated():
                 self.settle()
         if self._open is None:
             if not self.rows and like is None:
@@ -255,12 +255,17 @@ class OwnSteps:
         """
         if self._open is not None and self._touches and not self._is_complete():
             return
-        if self._open is not None and (self._is_complete() or self._open.num_new_tokens != num_new_tokens):
+        is_other = self._open is not None and self._open.num_new_tokens != num_new_tokens
+        if self._open is not None and (is_other or self._is_complete() or self._is_outdated()):
             self.settle()
         if self._open is None and self.rows:
             self._begin(num_new_tokens, None)
             assert self._open is not None
             self._open.is_announced = True
+
+    def _is_outdated(self) -> bool:
+        """Whether a step was announced for another implementation of attention than the model has now."""
+        return self._open is not None and self._open.is_announced and self._open.in_place != self.in_place
 
     def _is_complete(self) -> bool:
         return not self._waiting or (self._open is not None and self._open.is_traversed)
@@ -272,8 +277,10 @@ class OwnSteps:
         if places is None:
             return
         self._was_cut = not is_complete and bool(self._touches)
-        if not is_complete:
+        if not is_complete or places.unused is not None:
             places.step.abort()
+            if is_complete:
+                places.check_used()
         else:
             places.keep_states()
             places.step.commit()

@@ -31,7 +31,7 @@ class TokenStore:
 
     Each grid is [pages, page_size, *shape], and by entries [pages * page_size, *shape].
     `offsets_bytes`, `widths` (elements of a row) and `dtypes` are what the ops take. `is_latent`: they are the latent
-    of multi-head latent attention and its rotary key.
+    of multi-head latent attention and its rotary key. `is_shared`: other layers attend to them too.
     """
 
     subpool: SubPool
@@ -42,6 +42,7 @@ class TokenStore:
     widths: tuple[int, int]
     dtypes: tuple[str, str]
     is_latent: bool
+    is_shared: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +107,7 @@ def _store(pool: CachePool, layer: int) -> Store:
             widths=(prod(key.row.shape), prod(value.row.shape)),
             dtypes=(dtype_name(key.row.dtype), dtype_name(value.row.dtype)),
             is_latent=key.row.name == "latent",
+            is_shared=any(other.shares == layer for other in pool.plan.layers),
         )
     if states:
         subpool = states[0][0]
