@@ -22,7 +22,7 @@ from torch_uma.integrations.transformers.places import StepPlaces
 from torch_uma.integrations.transformers.rows import CacheRows
 from torch_uma.integrations.transformers.steps import GivenStep, OwnSteps
 from torch_uma.layout import Layer, State
-from torch_uma.plan import Plan, plan
+from torch_uma.integrations.transformers.sizing import plan_for
 
 if TYPE_CHECKING:
     from torch_uma.pool import CachePool
@@ -37,7 +37,8 @@ class UnifiedCache(Cache):
     `model_or_config`: of the model that will use it. `pool`: share this one; otherwise the cache makes its own of
     `memory` (bytes, "2GiB" or a fraction of the free memory). Without `memory` it takes, at the first forward, what the
     batch needs for `max_tokens` each, sized for the first batch and no more: give memory= if you will fork, beam or
-    batch more. Without both it takes half of the free memory. It logs what it took at INFO. With `max_tokens` the keys
+    batch more; it moves into a roomier pool where a step of several tokens reads one window and leaves another. Without
+    both it takes half of the free memory. It logs what it took at INFO. With `max_tokens` the keys
     and values of full attention are handed over as views with no copy. `page_size` (16),
     `max_sequences` (rows, forks and beams that can exist at once; at least 256 by default), `dtype` (of activations)
     and `device` (those of the model) are for the pool that it makes. PlanError for a pool made for another model.
@@ -78,18 +79,18 @@ class UnifiedCache(Cache):
         device = device if device is not None else getattr(model_or_config, "device", None)
         page_entries = 16 if page_size is None else page_size
 
-        def make_pool(num_rows: int, tensor_device: torch.device, max_tokens: int | None) -> CachePool:
+        def make_pool(num_rows: int, tensor_device: torch.device, max_tokens: int | None, is_roomy: bool) -> CachePool:
             on = tensor_device if device is None else torch.device(device)
             options: dict[str, Any] = {"max_sequences": max_sequences or max(256, 4 * num_rows), "device": on}
             if memory is None and max_tokens is not None:
-                made = CachePool(_plan_for(layers, num_rows, max_tokens, page_entries, on), **options)
+                made = CachePool(plan_for(layers, num_rows, max_tokens, is_roomy, page_entries, on), **options)
             else:
                 made = CachePool(layers, memory=memory, page_size=page_entries, **options)
             _log.info("took %d bytes on %s for a cache of %d rows", made.plan.arena_bytes, on, num_rows)
             return made
 
         if pool is None and memory is not None:
-            pool = make_pool(1, torch.get_default_device(), max_tokens)
+            pool = make_pool(1, torch.get_default_device(), max_tokens, False)
         rows = CacheRows(make_pool, pool=pool, max_tokens=max_tokens)
         config, has_attention = text_config_of(model_or_config), _stores_tokens(layers)
         self._steps: OwnSteps | GivenStep = OwnSteps(
@@ -327,24 +328,3 @@ def _shapes(layer: Layer) -> list[Any]:
     return [
         (memory.lifetime, memory.tokens_per_entry, *(row.shape for row in memory.rows)) for memory in layer.memories
     ]
-
-
-def _plan_for(layers: tuple[Layer, ...], num_rows: int, max_tokens: int, page_size: int, device: torch.device) -> Plan:
-    """A plan whose arena holds `num_rows` sequences of `max_tokens`, and what any step on the way needs beside them."""
-    options: dict[str, Any] = {
-        "page_size": page_size,
-        "num_tokens": max_tokens,
-        "pad_entries": device.type == "cpu",
-    }
-    boundless = plan(layers, memory="1TiB", **options)
-    per_row_bytes, slack_bytes = 0, 0
-    for subpool in boundless.subpools:
-        lengths = range(max(1, max_tokens - subpool.page_tokens + 1), max_tokens + 1)
-        num_pages = max(map(subpool.num_pages_for, lengths))
-        if not subpool.is_state:
-            # A step over many tokens reads the window before them, and leaves another one.
-            num_pages = min(2 * num_pages, -(-max_tokens // subpool.page_tokens))
-            # In the sink, and where a band begins or ends within a page; a grid of states begins where the sink ends.
-            slack_bytes += 2 * subpool.page_bytes
-        per_row_bytes += num_pages * subpool.page_bytes
-    return plan(layers, memory=num_rows * per_row_bytes + slack_bytes, **options)

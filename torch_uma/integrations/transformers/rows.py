@@ -17,6 +17,7 @@ import torch
 from torch_uma.errors import ClosedError, OutOfMemory, SequenceError, TorchUmaError
 from torch_uma.integrations.transformers.stores import stores_of
 from torch_uma.layout import Full
+from torch_uma.transplant import transplant
 
 if TYPE_CHECKING:
     from torch_uma.batch import Batch
@@ -31,13 +32,13 @@ class CacheRows:
     """What one cache has of a pool.
 
     `make_pool` makes the pool, for a number of rows on a device, of `max_tokens`, when the first rows are made and
-    `pool` is None.
+    `pool` is None; and a roomier one for the same rows, which has room for any step within `max_tokens`.
     `max_tokens` is the length for which the rows are given room at once, None for as much as they need, doubled.
     """
 
     def __init__(
         self,
-        make_pool: Callable[[int, torch.device, int | None], CachePool],
+        make_pool: Callable[[int, torch.device, int | None, bool], CachePool],
         *,
         pool: CachePool | None = None,
         max_tokens: int | None = None,
@@ -48,6 +49,7 @@ class CacheRows:
         self._make_pool = make_pool
         self._batch: Batch | None = None
         self._room_tokens = 0
+        self._is_roomy = False
         self._num_sized_for: int | None = None  # rows, if the pool was made for so many of `max_tokens`
 
     def __len__(self) -> int:
@@ -62,7 +64,7 @@ class CacheRows:
         """Makes `num_rows` empty rows where there are none, and the pool if there is none. All of them or none."""
         assert not self.sequences
         if self.pool is None:
-            self.pool = self._make_pool(num_rows, device, self.max_tokens)
+            self.pool = self._make_pool(num_rows, device, self.max_tokens, False)
             self._num_sized_for = None if self.max_tokens is None else num_rows
         if self.pool.closed:
             raise _closed_error()
@@ -167,6 +169,12 @@ class CacheRows:
         with self._says_size():
             try:
                 self._make_room(num_tokens)
+                try:
+                    return self.pool.begin(self._batch, num_new_tokens)
+                except OutOfMemory:
+                    if not self._may_move_out(num_tokens, num_new_tokens):
+                        raise
+                self._move_out()
                 return self.pool.begin(self._batch, num_new_tokens)
             except OutOfMemory as error:
                 lengths = [sequence.length for sequence in self.sequences]
@@ -199,6 +207,20 @@ class CacheRows:
                 "the states of this cache are half written, as a forward was stopped after it had begun to change them "
                 "in place; reset() the cache and start again with the whole text"
             ) from None
+
+    def _may_move_out(self, num_tokens: int, num_new_tokens: int) -> bool:
+        """Whether a roomier pool would do: this one has no room to read a window and leave another in one step."""
+        is_expected = self.max_tokens is not None and num_tokens <= self.max_tokens
+        return is_expected and num_new_tokens > 1 and self._num_sized_for == len(self) and not self._is_roomy
+
+    def _move_out(self) -> None:
+        assert self.pool is not None
+        pool = self._make_pool(len(self), self.pool.device, self.max_tokens, True)
+        sequences = transplant(self.sequences, pool)
+        self.free()
+        self.pool, self._is_roomy = pool, True
+        self._hold(sequences)
+        self._room_tokens = 0
 
     @contextmanager
     def _says_size(self) -> Iterator[None]:

@@ -340,6 +340,7 @@ class OwnSteps:
         _NEWEST[self.pool] = ref(self)
         try:
             step = self.rows.begin(num_new_tokens)
+            _NEWEST[self.pool] = ref(self)  # the rows may have moved into another one
             try:
                 in_place = self.in_place
                 self._open = StepPlaces(self.pool, step, whole=in_place, in_place=in_place)
