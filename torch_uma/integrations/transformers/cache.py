@@ -17,12 +17,13 @@ from transformers.cache_utils import Cache
 from torch_uma.counts import whole
 from torch_uma.errors import PlanError, SequenceError
 from torch_uma.integrations.transformers.attention import is_used, text_config_of
+from torch_uma.integrations.transformers.given import GivenStep
 from torch_uma.integrations.transformers.layers import AttentionLayer, StateLayer, make_layers, parts_of
 from torch_uma.integrations.transformers.places import StepPlaces
 from torch_uma.integrations.transformers.rows import CacheRows
-from torch_uma.integrations.transformers.steps import GivenStep, OwnSteps
-from torch_uma.layout import Layer, State
 from torch_uma.integrations.transformers.sizing import plan_for
+from torch_uma.integrations.transformers.steps import OwnSteps
+from torch_uma.layout import Layer, State
 
 if TYPE_CHECKING:
     from torch_uma.pool import CachePool

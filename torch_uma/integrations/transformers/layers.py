@@ -14,10 +14,12 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 
 from torch_uma.errors import GradientError, PlanError, SequenceError
 from torch_uma.integrations.transformers.attention import NAME, InPlace
+from torch_uma.integrations.transformers.given import GivenStep, in_forward
+from torch_uma.integrations.transformers.keep import check_stored, gather, has_dtype, view, write, write_all
 from torch_uma.integrations.transformers.places import StepPlaces
 from torch_uma.integrations.transformers.reading import Reading, leave
-from torch_uma.integrations.transformers.steps import GivenStep, OwnSteps, Part, in_forward
-from torch_uma.integrations.transformers.stores import TokenStore, check_served
+from torch_uma.integrations.transformers.steps import OwnSteps, Part
+from torch_uma.integrations.transformers.stores import check_served
 from torch_uma.integrations.transformers.versions import DummyLayer
 from torch_uma.layout import Chunk, Full, Layer, Lifetime, State, Window
 
@@ -72,13 +74,13 @@ class AttentionLayer(ArenaLayer, CacheLayerMixin):
         assert places is not None
         store = places.stores[self._layer].tokens
         assert store is not None
-        _check_stored(store, (key_states, value_states))
+        check_stored(store, (key_states, value_states))
         where = places.tokens[store.subpool.index]
         new = (key_states, value_states)
-        if places.plans_reads and not where.appends and _has_dtype(store, new) and not torch.compiler.is_compiling():
-            _write_all(store, where.write, new)
+        if places.plans_reads and not where.appends and has_dtype(store, new) and not torch.compiler.is_compiling():
+            write_all(store, where.write, new)
         else:
-            _write(places.arena, store, where.write, new)
+            write(places.arena, store, where.write, new)
         if places.in_place:
             self.path = "in place"
             if not torch.compiler.is_compiling():
@@ -101,12 +103,13 @@ class AttentionLayer(ArenaLayer, CacheLayerMixin):
                 f"layer {self._layer} attends within chunks, which padding may shift, and only attention sees padding; "
                 f"call model.set_attn_implementation({NAME!r})"
             )
-        elif where.run is not None and _has_dtype(store, new) and not torch.compiler.is_compiling():
+        elif where.run is not None and has_dtype(store, new) and not torch.compiler.is_compiling():
             self.path = "view"
-            keys, values = _view(store, where.run, places, key_states), _view(store, where.run, places, value_states, 1)
+            keys = view(store, where.run, places, key_states)
+            values = view(store, where.run, places, value_states, 1)
         else:
             self.path = "gather"
-            keys, values = _gather(places, store, where.appends, (key_states, value_states))
+            keys, values = gather(places, store, where.appends, (key_states, value_states))
         self._steps.leave(self._layer)
         return keys, values
 
@@ -286,86 +289,8 @@ def _row_name(kind: str, state_idx: int) -> str:
     return kind if state_idx == 0 else f"{kind}_{state_idx}"
 
 
-def _check_stored(store: TokenStore, new: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """A shape of as many numbers would be taken for the other without a word."""
-    for placed, states in zip(store.rows, new, strict=True):
-        heads, head_dim = states.shape[1], states.shape[3]
-        if placed.row.shape not in ((heads, head_dim), (heads * head_dim,)):
-            raise SequenceError(
-                f"layer {placed.layer} of the pool stores {placed.row.name!r} of {placed.row.shape} for a token, but "
-                f"the model gives {(heads, head_dim)}; use a pool that was made for this model"
-            )
-
-
 def _gradient_error() -> GradientError:
     return GradientError(
         "a forward that records gradients would write into the cache, whose rows later steps overwrite; "
         "wrap the call in torch.no_grad(), or pass use_cache=False to train"
     )
-
-
-def _has_dtype(store: TokenStore, new: tuple[torch.Tensor, torch.Tensor]) -> bool:
-    return all(placed.row.dtype == states.dtype for placed, states in zip(store.rows, new, strict=True))
-
-
-def _write_all(store: TokenStore, entries: torch.Tensor, new: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """`_write` on the host with less ado, of rows that are all stored and as they are."""
-    for states, grid in zip(new, store.entry_grids, strict=True):
-        grid.index_copy_(0, entries.view(-1), states.transpose(1, 2).reshape(-1, *grid.shape[1:]))
-
-
-def _write(
-    arena: torch.Tensor, store: TokenStore, entries: torch.Tensor, new: tuple[torch.Tensor, torch.Tensor]
-) -> None:
-    rows = [
-        states.transpose(1, 2).reshape(*entries.shape, *placed.row.shape)
-        for states, placed in zip(new, store.rows, strict=True)
-    ]
-    torch.ops.torch_uma.write_rows(
-        arena,
-        rows,
-        entries,
-        store.subpool.origin_bytes,
-        store.subpool.entry_bytes,
-        store.offsets_bytes,
-        store.dtypes,
-        (None, None),
-    )
-
-
-def _view(
-    store: TokenStore, run: tuple[int, int], places: StepPlaces, new: torch.Tensor, which: int = 0
-) -> torch.Tensor:
-    """Keys (`which` 0) or values (1) of the step as a view [batch, heads, tokens, head_dim] of the arena."""
-    grid = store.grids[which]  # [pages, page_size, *shape]
-    first_page, pages_between_rows = run
-    batch, heads, _, head_dim = new.shape
-    inner = grid.stride()[2:] if grid.dim() == 4 else (head_dim, *grid.stride()[2:])
-    view = grid.as_strided(
-        (batch, places.max_past + places.num_new_tokens, heads, head_dim),
-        (pages_between_rows * grid.stride(0), grid.stride(1), *inner),
-        grid.storage_offset() + first_page * grid.stride(0),
-    )
-    return view.transpose(1, 2)
-
-
-def _gather(
-    places: StepPlaces, store: TokenStore, appends: bool, new: tuple[torch.Tensor, torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of the step, copied out of the arena; rows that are shorter have zeros in front."""
-    gathered = torch.ops.torch_uma.gather_rows(
-        places.arena,
-        places.read(store.subpool),
-        store.subpool.origin_bytes,
-        store.subpool.entry_bytes,
-        store.offsets_bytes,
-        store.widths,
-        store.dtypes,
-        new[0].dtype,
-        (None, None),
-    )
-    results = []
-    for rows, states in zip(gathered, new, strict=True):
-        past = rows.view(*rows.shape[:2], states.shape[1], states.shape[3]).transpose(1, 2)
-        results.append(torch.cat([past, states], dim=2) if appends else past)
-    return results[0], results[1]

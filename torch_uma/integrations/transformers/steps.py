@@ -1,22 +1,20 @@
-"""Which step of the pool a forward pass belongs to.
+"""Which step of the pool a forward pass belongs to, where nobody says so, as under `generate()`.
 
-Owns the moment at which a step begins and ends: a step that a loop opened with `pool.step` is simply given, while under
-`generate()` nobody says so, and it is read off the calls that the layers make.
+Owns the moment at which a step begins and ends, which is read off the calls that the layers make.
 """
 
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Iterable
 from functools import partial
-from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 import torch
 
 from torch_uma.errors import SequenceError
+from torch_uma.integrations.transformers.given import check_shape, in_forward
 from torch_uma.integrations.transformers.places import StepPlaces, extent
 from torch_uma.integrations.transformers.rows import CacheRows
 from torch_uma.layout import Lifetime
@@ -35,99 +33,6 @@ _untraced: Callable[[_Method], _Method] = partial(
     reason="a forward over UnifiedCache is one graph if generate() has announced it, as it does for single tokens where"
     " the cache is compileable; in a loop of your own, compile the model over pool.step()",
 )
-
-
-_MODULE_CALL = torch.nn.Module._call_impl.__code__
-
-
-def in_forward() -> bool:
-    """Whether the forward of a module, or a hook of it, is being run by this thread."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not _MODULE_CALL:
-        frame = frame.f_back
-    return frame is not None
-
-
-class GivenStep:
-    """The one step that `pool.step` opened and will close; every call of a layer belongs to it, and to one forward."""
-
-    def __init__(self, places: StepPlaces, pool: CachePool) -> None:
-        self.places = places
-        self.pool = pool
-        self._lacks_inputs = bool((places.past != places.max_past).any())
-        self._touches: set[tuple[int, str, bool]] = set()
-
-    @property
-    def in_place(self) -> bool:
-        """Whether the model's attention reads keys and values in the arena."""
-        return self.places.in_place
-
-    def inputs(self) -> dict[str, torch.Tensor]:
-        """The position ids and, for attention that needs it, the mask: rows of unequal past go wrong without them."""
-        self._lacks_inputs = False
-        return self.places.inputs()
-
-    def enter(
-        self,
-        layer: int,
-        name: str,
-        *,
-        is_read: bool = False,
-        num_new_tokens: int | None = None,
-        like: torch.Tensor | None = None,
-    ) -> StepPlaces | None:
-        """Returns the step's places.
-
-        SequenceError if the forward has another batch or number of tokens, lacks the mask, or, unless it is traced, is
-        a second one.
-        """
-        if not self.places.step.is_open:
-            raise SequenceError("the step of this cache has ended; open another one for the next forward")
-        self._check_inputs()
-        _check_shape(self.places.num_rows, like)
-        if num_new_tokens is not None and num_new_tokens != self.places.num_new_tokens:
-            raise SequenceError(
-                f"the step was opened for {self.places.num_new_tokens} new tokens a sequence, "
-                f"but the forward has {num_new_tokens}; open another step for them"
-            )
-        if not torch.compiler.is_compiling():  # what is traced must not depend on what was called before
-            self._check_first(layer, name, is_read)
-        return self.places
-
-    def leave(self, layer: int) -> None:
-        """A layer has stored its tokens; the step is closed by whoever opened it."""
-
-    def length(self) -> int | torch.Tensor:
-        """Tokens that the longest sequence held before the step; a tensor for a trace that goes on for other steps."""
-        if self.places.in_place and torch.compiler.is_compiling():
-            return self.places.longest_past
-        return self.places.max_past
-
-    def has_tokens(self) -> bool:
-        """Whether any sequence held tokens before the step."""
-        return not self.places.is_first
-
-    def extent(self, layer: int, lifetime: Lifetime, num_new_tokens: int) -> tuple[int, int]:
-        """The first column and the number of columns of keys that the layer will read; SequenceError as for `enter`."""
-        self._check_inputs()
-        return self.places.extent(layer)
-
-    def _check_first(self, layer: int, name: str, is_read: bool) -> None:
-        """With one new token a read of the forward counts too, as it may change the state in place."""
-        if is_read and (self.places.num_new_tokens > 1 or not in_forward()):
-            return
-        if (layer, name, is_read) in self._touches or (layer, name, False) in self._touches:
-            raise SequenceError(
-                f"layer {layer} was already written in this step; open another step for the next forward"
-            )
-        self._touches.add((layer, name, is_read))
-
-    def _check_inputs(self) -> None:
-        if self._lacks_inputs:
-            raise SequenceError(
-                "the sequences of this step hold unequal numbers of tokens, so the forward needs the mask and the "
-                "position ids of **cache.inputs(): model(tokens, cache=cache, **cache.inputs())"
-            )
 
 
 class OwnSteps:
@@ -199,7 +104,7 @@ class OwnSteps:
     def _enter(
         self, layer: int, name: str, is_read: bool, num_new_tokens: int | None, like: torch.Tensor | None
     ) -> StepPlaces | None:
-        _check_shape(len(self.rows), like)
+        check_shape(len(self.rows), like)
         places = self._open
         if places is not None:
             other_shape = num_new_tokens not in (None, places.num_new_tokens)
@@ -379,11 +284,3 @@ class OwnSteps:
 
 _NEWEST: WeakKeyDictionary[CachePool, ref[OwnSteps]] = WeakKeyDictionary()
 """Whose forward began last on a pool: the only one that can still be running."""
-
-
-def _check_shape(num_rows: int, like: torch.Tensor | None) -> None:
-    if num_rows and like is not None and like.shape[0] != num_rows:
-        raise SequenceError(
-            f"the cache holds {num_rows} rows, but the forward has a batch of {like.shape[0]}; "
-            "reset() the cache for another batch, or select its rows with batch_select_indices()"
-        )

@@ -1,0 +1,87 @@
+"""Keys and values of one layer: stored where a step's places say, and handed over as a view or copied out."""
+
+from __future__ import annotations
+
+import torch
+
+from torch_uma.errors import SequenceError
+from torch_uma.integrations.transformers.places import StepPlaces
+from torch_uma.integrations.transformers.stores import TokenStore
+
+
+def check_stored(store: TokenStore, new: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """A shape of as many numbers would be taken for the other without a word."""
+    for placed, states in zip(store.rows, new, strict=True):
+        heads, head_dim = states.shape[1], states.shape[3]
+        if placed.row.shape not in ((heads, head_dim), (heads * head_dim,)):
+            raise SequenceError(
+                f"layer {placed.layer} of the pool stores {placed.row.name!r} of {placed.row.shape} for a token, but "
+                f"the model gives {(heads, head_dim)}; use a pool that was made for this model"
+            )
+
+
+def has_dtype(store: TokenStore, new: tuple[torch.Tensor, torch.Tensor]) -> bool:
+    return all(placed.row.dtype == states.dtype for placed, states in zip(store.rows, new, strict=True))
+
+
+def write_all(store: TokenStore, entries: torch.Tensor, new: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """`write` on the host with less ado, of rows that are all stored and as they are."""
+    for states, grid in zip(new, store.entry_grids, strict=True):
+        grid.index_copy_(0, entries.view(-1), states.transpose(1, 2).reshape(-1, *grid.shape[1:]))
+
+
+def write(
+    arena: torch.Tensor, store: TokenStore, entries: torch.Tensor, new: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    rows = [
+        states.transpose(1, 2).reshape(*entries.shape, *placed.row.shape)
+        for states, placed in zip(new, store.rows, strict=True)
+    ]
+    torch.ops.torch_uma.write_rows(
+        arena,
+        rows,
+        entries,
+        store.subpool.origin_bytes,
+        store.subpool.entry_bytes,
+        store.offsets_bytes,
+        store.dtypes,
+        (None, None),
+    )
+
+
+def view(
+    store: TokenStore, run: tuple[int, int], places: StepPlaces, new: torch.Tensor, which: int = 0
+) -> torch.Tensor:
+    """Keys (`which` 0) or values (1) of the step as a view [batch, heads, tokens, head_dim] of the arena."""
+    grid = store.grids[which]  # [pages, page_size, *shape]
+    first_page, pages_between_rows = run
+    batch, heads, _, head_dim = new.shape
+    inner = grid.stride()[2:] if grid.dim() == 4 else (head_dim, *grid.stride()[2:])
+    view = grid.as_strided(
+        (batch, places.max_past + places.num_new_tokens, heads, head_dim),
+        (pages_between_rows * grid.stride(0), grid.stride(1), *inner),
+        grid.storage_offset() + first_page * grid.stride(0),
+    )
+    return view.transpose(1, 2)
+
+
+def gather(
+    places: StepPlaces, store: TokenStore, appends: bool, new: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of the step, copied out of the arena; rows that are shorter have zeros in front."""
+    gathered = torch.ops.torch_uma.gather_rows(
+        places.arena,
+        places.read(store.subpool),
+        store.subpool.origin_bytes,
+        store.subpool.entry_bytes,
+        store.offsets_bytes,
+        store.widths,
+        store.dtypes,
+        new[0].dtype,
+        (None, None),
+    )
+    results = []
+    for rows, states in zip(gathered, new, strict=True):
+        past = rows.view(*rows.shape[:2], states.shape[1], states.shape[3]).transpose(1, 2)
+        results.append(torch.cat([past, states], dim=2) if appends else past)
+    return results[0], results[1]
