@@ -238,10 +238,10 @@ def test_what_the_arena_cannot_follow_is_refused() -> None:
     def attend(**changes: Any) -> None:
         with torch.no_grad(), pool.step({sequence: 3}) as cache:
             told: dict[str, Any] = {}
-            query, key, value = torch.zeros(1, 4, 3, 16), torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 3, 16)
+            key, value = torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 3, 16)
             key, value = cache.update(key, value, 0, kwargs=told)
-            given = {"key": key, "value": value, "attention_mask": None, **told, **changes}
-            attention(module, query, **given)
+            given = {"query": torch.zeros(1, 4, 3, 16), "key": key, "value": value, "attention_mask": None}
+            attention(module, **given | told | changes)
 
     for changes, message in (
         ({"value": torch.zeros(1, 2, 3, 16)}, "changes keys or values"),
@@ -250,11 +250,39 @@ def test_what_the_arena_cannot_follow_is_refused() -> None:
         ({"attention_mask": torch.ones(1, 1, 3, 2, dtype=torch.bool)}, "a mask of 2 columns for 3 keys"),
         ({"attention_mask": torch.ones(1, 1, 3, 3, dtype=torch.bool)}, "shows later tokens"),
         ({"attention_mask": torch.zeros(1, 1, 3, 3)}, "shows later tokens"),
+        ({"attention_mask": torch.zeros(1, 1, 3, 5)}, "for rows of 3 tokens"),
+        ({"attention_mask": torch.ones(1, 1, 3, 3, dtype=torch.int64)}, "for rows of 3 tokens"),
+        ({"query": torch.zeros(1, 4, 1, 16)}, "1 queries for 3 new tokens"),
         ({"dropout": 0.1}, "no dropout"),
     ):
         with pytest.raises(torch_uma.SequenceError, match=message):
             attend(**changes)
     pool.check()
+
+
+def test_a_mask_that_leaves_tokens_out_is_refused() -> None:
+    model = model_of("llama", "torch_uma")
+    cache = UnifiedCache(model, memory=MEMORY)
+    inputs = prompts((12, 12))
+    with torch.no_grad():
+        model(inputs["input_ids"][:, :8], cache=cache)
+        with pytest.raises(
+            torch_uma.SequenceError, match="attention_mask of 4 columns was given for rows of 12 tokens"
+        ):
+            model(inputs["input_ids"][:, 8:], attention_mask=inputs["attention_mask"][:, 8:], cache=cache)
+        logits = model(inputs["input_ids"][:, 8:], attention_mask=inputs["attention_mask"], cache=cache).logits
+    stock = model(inputs["input_ids"], use_cache=False).logits[:, 8:]
+    torch.testing.assert_close(logits, stock, rtol=1e-4, atol=1e-4)
+
+
+def test_latents_whose_projection_is_hooked_are_refused() -> None:
+    model = build("deepseek_v3", attention="torch_uma")
+    projection = model.model.layers[0].self_attn.kv_b_proj
+    handle = projection.register_forward_hook(lambda module, given, result: result * 2)
+    with pytest.raises(torch_uma.PlanError, match="without bias or hooks"):
+        generate(model, prompts((9,)), cache=UnifiedCache(model, memory=MEMORY))
+    handle.remove()
+    generate(model, prompts((9,)), cache=UnifiedCache(model, memory=MEMORY), max_new_tokens=3)
 
 
 def test_a_cache_of_another_config_serves_stock_keys() -> None:

@@ -78,6 +78,14 @@ def mask(
         return other
     if torch.compiler.is_compiling():
         return None if attention_mask is None else attention_mask[:, None, None, :]
+    if attention_mask is not None:
+        num_tokens = int(kv_offset + kv_length)
+        if attention_mask.shape[-1] < num_tokens:
+            raise SequenceError(
+                f"an attention_mask of {attention_mask.shape[-1]} columns was given for rows of {num_tokens} tokens; "
+                "give one for all tokens, those in the cache included"
+            )
+        attention_mask = attention_mask[:, :num_tokens]
     if attention_mask is None or attention_mask.all():
         return torch.empty((batch_size, 1, 1, 0), dtype=torch.int64, device=kwargs.get("device"))
     starts = attention_mask.int().argmax(dim=-1)

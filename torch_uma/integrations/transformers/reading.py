@@ -61,10 +61,12 @@ class Reading(NamedTuple):
         if self.places.is_first and self.places.num_new_tokens > 1 and scores.indices is None:
             return self._attend(query, key, value, self.store.offsets_bytes, scores)
         projection = module.kv_b_proj
-        if type(projection) is not torch.nn.Linear or projection.bias is not None:
+        assert isinstance(projection, torch.nn.Module)
+        hooked = projection._forward_hooks or projection._forward_pre_hooks
+        if type(projection) is not torch.nn.Linear or projection.bias is not None or hooked:
             raise PlanError(
                 f"the latents of {type(module).__name__} are expanded by {projection}, and only a linear layer without "
-                "bias can be applied to the query instead; use attn_implementation='sdpa'"
+                "bias or hooks can be applied to the query instead; use attn_implementation='sdpa'"
             )
         latent, rope_key = self.new
         value_dim, rank = value.shape[-1], latent.shape[-1]
@@ -84,6 +86,11 @@ class Reading(NamedTuple):
         """[rows, new, heads, value dim], with keys and values of these shapes at `offsets_bytes` of an entry."""
         places, subpool = self.places, self.store.subpool
         lifetime = subpool.lifetime
+        if query.shape[2] != places.num_new_tokens:
+            raise SequenceError(
+                f"this model attends with {query.shape[2]} queries for {places.num_new_tokens} new tokens, which the "
+                "arena's plan does not know; use attn_implementation='sdpa' or 'eager'"
+            )
         starts, options = self._options(scores)
         if places.tokens[subpool.index].has_new:
             options["new_key"], options["new_value"] = _packed(key), _packed(value)
@@ -120,7 +127,7 @@ class Reading(NamedTuple):
         """First tokens that are seen, and what the ops take of the scores. SequenceError where they cannot take it."""
         options: dict[str, Any] = {"softcap": scores.softcap, "sinks": scores.sinks}
         mask, bias = scores.mask, scores.bias
-        if mask is not None and mask.dtype == torch.int64:
+        if mask is not None and mask.dtype == torch.int64 and mask.shape[1:] == (1, 1, 1):
             starts = mask.flatten()
             self._check_chunks(starts)
             return starts, options if bias is None else options | self._columns(None, bias)
@@ -138,6 +145,11 @@ class Reading(NamedTuple):
             )
         end = self.places.max_past + self.places.num_new_tokens
         num_keys = end - self.store.subpool.lifetime.first_needed(self.places.max_past)
+        if columns.shape[-1] > end or not (columns.dtype == torch.bool or columns.dtype.is_floating_point):
+            raise SequenceError(
+                f"a mask of {columns.dtype} and {tuple(columns.shape)} for rows of {end} tokens; masks of four "
+                "dimensions are bool or added to the scores, and have a column for each key"
+            )
         if 1 != columns.shape[-1] < num_keys:
             raise SequenceError(
                 f"a mask of {columns.shape[-1]} columns for {num_keys} keys: this model makes it of the keys it has, "
