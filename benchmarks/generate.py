@@ -210,6 +210,7 @@ def measure(name: str, context: int, policies: Sequence[str], rounds: int, new_t
     num_tokens = context + (1 + rounds) * new_tokens + 2 * MEMORY_TOKENS
     tokens = torch.randint(1, COMMON["vocab_size"], (batch, context + 1))
     contestants = [Contestant(policy, model, tokens, num_tokens) for policy in policies]
+    model.set_attn_implementation("eager")  # with ours, keys that are stored have to be attended to
     fill([contestant.cache for contestant in contestants], layers, batch, context)
     first = contestants[0]
     for turn in range(1 + rounds):
