@@ -228,6 +228,36 @@ def test_a_model_whose_attention_is_its_own_is_refused(monkeypatch: pytest.Monke
     assert torch.equal(tokens, generate(model_of("llama", "eager"), prompts((9,))))
 
 
+def test_a_layer_that_shares_keys_reads_those_of_the_layer_that_stored_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = tuple(torch_uma.Row(name=name, shape=(2, 16), dtype=torch.float32) for name in "kv")
+    layers = [
+        torch_uma.Layer(memories=(torch_uma.Memory(lifetime=torch_uma.Window(9), rows=rows),)),
+        torch_uma.Layer(shares=0),
+    ]
+    monkeypatch.setattr("torch_uma.integrations.transformers.cache.is_used", lambda config: True)
+    pool = CachePool(layers, memory=1 << 16, page_size=4)
+    torch_uma.testing.poison(pool)
+    sequence = pool.add()
+    module = model_of("llama", "torch_uma").model.layers[0].self_attn
+    chance = torch.Generator().manual_seed(5)
+    keys, values = torch.randn(2, 1, 2, 30, 16, generator=chance)
+    past = 0
+    for num_new in (11, 1, 5, 1):
+        end, first = past + num_new, max(0, past - 8)
+        with torch.no_grad(), pool.step({sequence: num_new}) as cache:
+            told: dict[str, Any] = {}
+            key, value = cache.update(keys[:, :, past:end], values[:, :, past:end], 0, kwargs=told)
+            ahead = torch.arange(past, end)[:, None] - torch.arange(first, end)
+            mask = (ahead >= 0) & (ahead < 9)
+            for given in (told, {}):  # the layer that stores, then the one that shares and is told nothing
+                query = torch.randn(1, 4, num_new, 16, generator=chance)
+                attended, _ = attention(module, query, key, value, None, **given)
+                read = [each[:, :, first:end].repeat_interleave(2, dim=1) for each in (keys, values)]
+                stock = torch.nn.functional.scaled_dot_product_attention(query, *read, attn_mask=mask)
+                torch.testing.assert_close(attended, stock.transpose(1, 2), rtol=1e-4, atol=1e-4)
+        past = end
+
+
 def test_what_the_arena_cannot_follow_is_refused() -> None:
     """Keys or values that are changed after they were stored, attention to later tokens, masks made of the new keys."""
     model = model_of("llama", "torch_uma")

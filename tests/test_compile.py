@@ -121,7 +121,7 @@ def test_one_graph_a_batch_size_through_windows_moves_new_sequences_and_another_
     assert not counters["graph_break"]
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_next", "lfm2"])
+@pytest.mark.parametrize("name", COMPILED)
 def test_the_arena_is_not_copied(name: str) -> None:
     torch.compiler.reset()
     model = models.build(name, attention=attention_of(name))
