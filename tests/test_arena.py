@@ -175,3 +175,15 @@ def test_more_memory_than_there_is_is_refused() -> None:
     huge = plan([Layer(memories=(Memory(lifetime=Full(), rows=(row,)),))], memory="4096TiB")
     with pytest.raises(PlanError, match="4,503,599,627,370,496 bytes could not be allocated on cpu; give less memory"):
         Arena(huge, device="cpu")
+
+
+def test_pages_are_the_bytes_of_a_grid(small_plan):
+    arena = Arena(small_plan, device="cpu")
+    arena.bytes.zero_()
+    for subpool in small_plan.subpools:
+        pages = arena.pages(subpool)
+        assert pages.shape == (subpool.num_pages, subpool.page_bytes)
+        pages[-1].fill_(7)
+        start = subpool.origin_bytes + (subpool.num_pages - 1) * subpool.page_bytes
+        assert arena.bytes.count_nonzero() == (arena.bytes[start : start + subpool.page_bytes] == 7).sum()
+        arena.bytes.zero_()

@@ -183,6 +183,11 @@ def test_padding_that_is_not_all_in_front() -> None:
         assert torch.equal(tokens, generate(model_of(name, "eager"), inputs))
 
 
+def test_a_chunked_layer_says_how_long_it_is() -> None:
+    cache = UnifiedCache(model_of("llama4", "torch_uma"), memory=MEMORY, max_tokens=99)
+    assert [cache.layers[index].get_max_length() for index in (0, 1)] == [CHUNK, 99]
+
+
 def test_padding_that_would_shift_chunks_is_refused() -> None:
     model = model_of("llama4", "torch_uma")
     with pytest.raises(torch_uma.SequenceError, match=r"shifts their chunks of 16.*pool\.step"):

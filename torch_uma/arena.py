@@ -60,6 +60,11 @@ class Arena:
             typed.storage_offset() + (subpool.origin_bytes + placed.offset_bytes) // size_bytes,
         )
 
+    def pages(self, subpool: SubPool) -> Tensor:
+        """The bytes of the whole grid, whatever they hold: uint8 `[num_pages, page_bytes]`, a view of the arena."""
+        grid = self.bytes[subpool.origin_bytes :][: subpool.num_pages * subpool.page_bytes]
+        return grid.view(subpool.num_pages, subpool.page_bytes)
+
     def relocate(self, subpool: int, src_pages: NDArray[Any], dst_pages: NDArray[Any]) -> None:
         """Copy physical pages `src_pages[i]` of the sub-pool of this index over `dst_pages[i]`; no page is in both.
 

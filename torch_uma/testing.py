@@ -58,7 +58,7 @@ def stamp(pool: CachePool, pages: PageArray | None = None) -> None:
         own = ids[_belongs(pool, subpool, ids)]
         if len(own):
             places = torch.from_numpy(pool.allocator.v2p[own].astype(np.int64)).to(pool.device)
-            _page_bytes(pool, subpool).index_copy_(0, places, _patterns(own, subpool.page_bytes).to(pool.device))
+            pool.arena.pages(subpool).index_copy_(0, places, _patterns(own, subpool.page_bytes).to(pool.device))
 
 
 def verify(pool: CachePool, pages: PageArray | None = None, *, stamped_as: PageArray | None = None) -> None:
@@ -74,7 +74,7 @@ def verify(pool: CachePool, pages: PageArray | None = None, *, stamped_as: PageA
         if not chosen.any():
             continue
         places = pool.allocator.v2p[ids[chosen]]
-        found = _page_bytes(pool, subpool)[torch.from_numpy(places.astype(np.int64)).to(pool.device)].cpu()
+        found = pool.arena.pages(subpool)[torch.from_numpy(places.astype(np.int64)).to(pool.device)].cpu()
         wrong = (found != _patterns(stamps[chosen], subpool.page_bytes)).any(dim=1).nonzero()
         if len(wrong):
             at = int(wrong[0])
@@ -117,12 +117,6 @@ def _used_ranges(pool: CachePool) -> list[tuple[int, int]]:
 def _belongs(pool: CachePool, subpool: SubPool, ids: PageArray) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
     low, high = pool.allocator.id_base[subpool.index : subpool.index + 2]
     return (low <= ids) & (ids < high)
-
-
-def _page_bytes(pool: CachePool, subpool: SubPool) -> Tensor:
-    """[pages, page_bytes] uint8 over the whole grid."""
-    grid = pool.arena.bytes[subpool.origin_bytes :][: subpool.num_pages * subpool.page_bytes]
-    return grid.view(subpool.num_pages, subpool.page_bytes)
 
 
 def _patterns(ids: PageArray, page_bytes: int) -> Tensor:

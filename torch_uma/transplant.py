@@ -41,13 +41,6 @@ def transplant(sequences: list[Sequence], pool: CachePool) -> list[Sequence]:
             ids = held.tables.mirror[spread(held.tables.origin[k, rows] + books.first[k, new_rows], count)]
             assert (ids >= 0).all()
             pages.append(torch.from_numpy(held.allocator.v2p[ids].astype(np.int64)).to(pool.device))
-        taken = _pages(source, k).index_select(0, pages[0])
-        _pages(pool, k).index_copy_(0, pages[1], taken)
+        taken = source.arena.pages(source.plan.subpools[k]).index_select(0, pages[0])
+        pool.arena.pages(subpool).index_copy_(0, pages[1], taken)
     return made
-
-
-def _pages(pool: CachePool, k: int) -> torch.Tensor:
-    """The whole grid of a sub-pool, uint8 [pages, page_bytes]."""
-    subpool = pool.plan.subpools[k]
-    grid = pool.arena.bytes[subpool.origin_bytes :][: subpool.num_pages * subpool.page_bytes]
-    return grid.view(subpool.num_pages, subpool.page_bytes)

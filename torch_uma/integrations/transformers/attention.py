@@ -116,14 +116,13 @@ def attention(
     cannot do there: dropout, or masks of other forms over rows of unequal length.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    layer = f"layer {getattr(module, 'layer_idx', '?')}"
     if torch_uma is None and not torch.compiler.is_compiling():
         torch_uma = find(key, value)
     if torch_uma is None:
         if attention_mask is not None and attention_mask.dtype == torch.int64:
             raise SequenceError(
-                f"{layer} attends by {NAME!r} to keys that it did not get from this cache; make the cache of the model "
-                "that uses it, or of that model's own config, or use attn_implementation='sdpa' or 'eager'"
+                f"{_name(module)} attends by {NAME!r} to keys that it did not get from this cache; make the "
+                "cache of the model that uses it, or of that model's own config, or use attn_implementation='sdpa' or 'eager'"
             )
         if softcap is None and s_aux is None and position_bias is None:
             result: tuple[Tensor, None] = sdpa_attention_forward(
@@ -137,18 +136,22 @@ def attention(
         raise GradientError("attention over the arena records no gradients; wrap the call in torch.no_grad()")
     if not kwargs.get("is_causal", True) or not getattr(module, "is_causal", True):
         raise SequenceError(
-            f"{layer} attends to later tokens too, but the arena is read causally; use 'sdpa' or 'eager'"
+            f"{_name(module)} attends to later tokens too, but the arena is read causally; use 'sdpa' or 'eager'"
         )
     if not torch_uma.store.is_latent and (key is not torch_uma.new[0] or value is not torch_uma.new[1]):
         raise SequenceError(
-            f"{layer} changes keys or values after it has stored them, which those in the arena cannot follow; use "
-            "attn_implementation='sdpa' or 'eager'"
+            f"{_name(module)} changes keys or values after it has stored them, which those in the arena cannot follow; "
+            "use attn_implementation='sdpa' or 'eager'"
         )
     if attention_mask is not None and attention_mask.shape[-1] == 0:
         attention_mask = None
     attend = torch_uma.attend_latents if torch_uma.store.is_latent else torch_uma.attend
     scores = Scores(scale, softcap or 0.0, s_aux, position_bias, attention_mask, indices)
     return attend(module, query, key, value, scores), None
+
+
+def _name(module: torch.nn.Module) -> str:
+    return f"layer {getattr(module, 'layer_idx', '?')}"
 
 
 def _plain(

@@ -160,15 +160,16 @@ class UnifiedCache(Cache):
         self._steps.places.keep_states()
 
     def paths(self) -> list[str]:
-        """How each layer was served last: "view", "gather", "state view", "state copy", or "none"."""
+        """How each layer was served last: "in place", "view", "gather", "state view", "state copy", or "none"."""
         return [getattr(layer, "path", "none") for layer in self.layers]
 
     def inputs(self) -> dict[str, torch.Tensor]:
         """What the model needs beside its input ids in a step of `pool.step`.
 
-        `attention_mask` int64 [rows, longest past + num_new_tokens], 0 in front of shorter rows, which are aligned at
-        their ends; `position_ids` int64 [rows, num_new_tokens]. A forward over rows that hold unequal numbers of tokens
-        raises SequenceError if these were not asked for; some models, as Bamba, need the positions for any rows.
+        `position_ids` int64 [rows, num_new_tokens]; and, unless attention reads the arena, `attention_mask` int64
+        [rows, longest past + num_new_tokens], 0 in front of shorter rows, which are aligned at their ends. A forward
+        over rows that hold unequal numbers of tokens raises SequenceError if these were not asked for; some models, as
+        Bamba, need the positions for any rows.
         """
         if not isinstance(self._steps, GivenStep):
             raise SequenceError("inputs() belongs to the cache of a pool.step(); generate() makes its own inputs")

@@ -35,7 +35,7 @@ class GivenStep:
     def __init__(self, places: StepPlaces, pool: CachePool) -> None:
         self.places = places
         self.pool = pool
-        self._lacks_inputs = bool((places.past != places.max_past).any())
+        self._lacks_inputs = not places.is_even
         self._touches: set[tuple[int, str, bool]] = set()
 
     @property
@@ -86,7 +86,7 @@ class GivenStep:
 
     def has_tokens(self) -> bool:
         """Whether any sequence held tokens before the step."""
-        return not self.places.is_first
+        return not self.places.fresh
 
     def extent(self, layer: int, lifetime: Lifetime, num_new_tokens: int) -> tuple[int, int]:
         """The first column and the number of columns of keys that the layer will read; SequenceError as for `enter`."""
@@ -112,6 +112,7 @@ class GivenStep:
 
 
 def check_shape(num_rows: int, like: torch.Tensor | None) -> None:
+    """SequenceError if `like` [batch, ...] is of another batch than `num_rows`; 0 rows, or None, fit anything."""
     if num_rows and like is not None and like.shape[0] != num_rows:
         raise SequenceError(
             f"the cache holds {num_rows} rows, but the forward has a batch of {like.shape[0]}; "

@@ -21,6 +21,7 @@ def check_stored(store: TokenStore, new: tuple[torch.Tensor, torch.Tensor]) -> N
 
 
 def has_dtype(store: TokenStore, new: tuple[torch.Tensor, torch.Tensor]) -> bool:
+    """Whether new keys and values are stored as they are."""
     return all(placed.row.dtype == states.dtype for placed, states in zip(store.rows, new, strict=True))
 
 

@@ -44,7 +44,7 @@ class AttentionLayer(ArenaLayer, CacheLayerMixin):
         self.path = "none"
         self.is_sliding = not isinstance(lifetime, Full)
         self.is_croppable = not self.is_sliding
-        if isinstance(lifetime, Window):
+        if isinstance(lifetime, Window | Chunk):
             self.sliding_window = lifetime.num_tokens
         self._layer = layer
         self._lifetime = lifetime
@@ -74,9 +74,9 @@ class AttentionLayer(ArenaLayer, CacheLayerMixin):
         assert places is not None
         store = places.stores[self._layer].tokens
         assert store is not None
-        check_stored(store, (key_states, value_states))
-        where = places.tokens[store.subpool.index]
         new = (key_states, value_states)
+        check_stored(store, new)
+        where = places.tokens[store.subpool.index]
         if places.plans_reads and not where.appends and has_dtype(store, new) and not torch.compiler.is_compiling():
             write_all(store, where.write, new)
         else:
@@ -109,7 +109,7 @@ class AttentionLayer(ArenaLayer, CacheLayerMixin):
             values = view(store, where.run, places, value_states, 1)
         else:
             self.path = "gather"
-            keys, values = gather(places, store, where.appends, (key_states, value_states))
+            keys, values = gather(places, store, where.appends, new)
         self._steps.leave(self._layer)
         return keys, values
 

@@ -1,7 +1,7 @@
 """Where the tokens and states of one step lie, as tensors: prepared once for all layers, before the first of them runs.
 
-Owns the translation from a step of the pool to what a layer writes to and reads from. Nothing here changes while a
-forward pass runs, so that a traced forward only sees tensors: index tensors beside the arena, and views of states.
+Owns the translation from a step of the pool to what a layer writes to and reads from. No place changes while a forward
+pass runs, so that a traced forward only sees tensors: index tensors beside the arena, and views of states.
 """
 
 from __future__ import annotations
@@ -58,14 +58,13 @@ class StepPlaces:
         self.max_past = int(step.past.max())
         self.num_new_tokens: int = step.num_new_tokens
         self.num_rows = len(step.past)
-        self.is_first = self.max_past == 0
         # Of a compiled forward: one is to come; the calls that were traced; it has come to the last layer.
         self.is_announced = False
         self.traced: set[tuple[int, str, bool]] = set()
         self.is_traversed = False
         self.unused: int | None = None  # the layer whose reading was handed out last, until it is used
         self.is_even = bool((step.past == self.max_past).all())
-        self.fresh = bool(step.fresh.all())
+        self.fresh = self.max_past == 0
         self.rows = step.rows_on_device
         self.v2p = pool.tables.v2p
         self._tables = pool.tables
@@ -210,8 +209,7 @@ class StepPlaces:
     def _place_states(self, subpool: SubPool) -> None:
         self._slots = self.step.slots()
         self.views_states = bool((np.diff(self._slots) == 1).all())
-        pages = self.arena[subpool.origin_bytes :][: subpool.num_pages * subpool.page_bytes]
-        self._state_pages = pages.view(subpool.num_pages, subpool.page_bytes)
+        self._state_pages = self.step.pool.arena.pages(subpool)
         if self.step.fresh.any():
             fresh = torch.from_numpy(self._slots[self.step.fresh]).to(self.arena.device)
             self._state_pages.index_fill_(0, fresh, 0)
@@ -228,9 +226,11 @@ class StepPlaces:
     def _place_tokens(self, subpool: SubPool) -> TokenPlaces:
         lifetime = subpool.lifetime
         is_full = isinstance(lifetime, Full)
-        appends = not is_full and any(
-            lifetime.first_needed(past + self.num_new_tokens) > past for past in set(self.past.tolist())
-        )
+        # A new token that not even the next query needs is not stored.
+        appends = isinstance(lifetime, Window) and self.num_new_tokens >= lifetime.num_tokens
+        if isinstance(lifetime, Chunk):
+            new = self.past + self.num_new_tokens
+            appends = bool((new - new % lifetime.num_tokens > self.past).any())
         run = self.step.run(subpool) if is_full else None
         return TokenPlaces(
             write=self.step.entries(subpool, self._positions) if run is None else self._entries_of(subpool, run),

@@ -58,7 +58,7 @@ class Reading(NamedTuple):
         and to the result instead (DeepSeek-V2, arXiv 2405.04434, section 2.1.2). PlanError for a projection that is no
         plain linear layer.
         """
-        if self.places.is_first and self.places.num_new_tokens > 1 and scores.indices is None:
+        if self.places.fresh and self.places.num_new_tokens > 1 and scores.indices is None:
             return self._attend(query, key, value, self.store.offsets_bytes, scores)
         projection = module.kv_b_proj
         assert isinstance(projection, torch.nn.Module)

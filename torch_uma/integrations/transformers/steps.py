@@ -204,7 +204,7 @@ class OwnSteps:
     def has_tokens(self) -> bool:
         """Whether the rows hold tokens; in a trace, whether they did before the step."""
         places = self._announced_places()
-        return self._length() > 0 if places is None or places.is_traversed else not places.is_first
+        return self._length() > 0 if places is None or places.is_traversed else not places.fresh
 
     @_untraced
     def extent(self, layer: int, lifetime: Lifetime, num_new_tokens: int) -> tuple[int, int]:
