@@ -14,7 +14,7 @@ test: .venv/ready
 	$(BIN)/python tests/wheel_check.py
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-.venv/ready: pyproject.toml constraints.txt torch_uma/ops/host_copy.c
+.venv/ready: pyproject.toml constraints.txt $(wildcard torch_uma/ops/*.c)
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
 	touch $@

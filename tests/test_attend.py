@@ -13,9 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_uma.ops import attention, dtype_name, reads, reference
+from torch_uma.ops import attention, dtype_name, pieces, reads, reference
 from torch_uma.ops.attend import attend, attend_reads, plan_reads
 from torch_uma.ops.attend_gathered import attend_gathered
+from torch_uma.ops.attend_pieces import attend_pieces, is_served
 from torch_uma.ops.reads import plan_run
 
 op = torch.ops.torch_uma.attend
@@ -360,6 +361,15 @@ def at_any_size(chance: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "_FEW_NUMBERS", chance.choice([0, 2**17]))
     monkeypatch.setattr(attention, "_FEWEST_KEYS", chance.choice([1, 5, 256]))
     monkeypatch.setattr(gathered, "_MOST_GATHERED", chance.choice([1, 3000, 2**24]))
+    monkeypatch.setattr(pieces, "_SHORT_BYTES", chance.choice([1, 300, 2000, 2**20]))
+    monkeypatch.setattr(pieces, "_PIECE_TOKENS", chance.choice([1, 3, 20, 512]))
+    for module in (pieces, reads):
+        monkeypatch.setattr(module, "MOST_COPIED_BYTES", chance.choice([0, 2**20]))
+    reads.answer.cache_clear()
+    if chance.random() < 0.3:  # as where there was no compiler
+        monkeypatch.setattr(host, "is_served", lambda dtype: False)
+    else:
+        monkeypatch.setattr(host, "is_served", is_served)
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
@@ -376,6 +386,55 @@ def test_random_cases(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         if number % 5 == 0:
             case.world.lay_out()
             check(op(*case.arguments(), **case.options), want, case, f"{what} moved")
+
+
+@pytest.mark.skipif(not is_served(torch.float32), reason="the package was installed without a C compiler")
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+def test_single_queries_read_pieces(num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences of unequal length, some without a query, in many runs or few, that go to the loop in C."""
+    calls = []
+
+    def spy(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        calls.append(arguments)
+        return attend_pieces(*arguments)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        for number in range(60):
+            chance = random.Random(f"pieces {number}")
+            at_any_size(chance, monkeypatch)
+            monkeypatch.setattr(host, "attend_pieces", spy)
+            monkeypatch.setattr(host, "is_served", is_served)
+            lengths = [chance.randrange(1, chance.choice([4, 300])) for _ in range(chance.randrange(2, 7))]
+            num_new = [int(chance.random() < 0.8) for _ in lengths]
+            num_new[0] = 1
+            dtype = chance.choice([torch.float32, torch.float16, torch.bfloat16])
+            options: dict[str, Any] = {"window": chance.choice([1, 9, 100])} if chance.random() < 0.5 else {}
+            window = options.get("window", 1000)
+            world = World(
+                chance=chance,
+                page_size=chance.choice([1, 7, 16]),
+                num_kv_heads=2,
+                dims=(16, 16),
+                dtypes=(dtype, dtype),
+                lengths=lengths,
+                num_new=num_new,
+                keep_new=[True] * len(lengths),
+                first_live=[max(0, length - window) for length in lengths],
+                spread=chance.choice([0.0, 0.1, 1.0]),
+            )
+            if chance.random() < 0.5:
+                options["sinks"] = torch.randn(6, generator=world.generator).to(dtype)
+            query = torch.randn(sum(num_new) + 2, 6, 16, generator=world.generator).to(dtype)[: sum(num_new)]
+            case = Case(world, query, 0.25, options)
+            for moved in (False, True):
+                want = oracle(world, query, case.scale, options)
+                check(op(*case.arguments(), **options), want, case, f"pieces {number} moved {moved}")
+                world.lay_out()
+    finally:
+        torch.set_num_threads(before)
+    assert len(calls) > 80
 
 
 def plain_case(seed: int, length: int, num_new: int, dtype: torch.dtype = torch.float32, **world: Any) -> Case:
@@ -635,4 +694,4 @@ def test_a_plan_of_runs_is_what_is_found_in_page_tables(num_sequences: int, num_
     )
     apart = (columns + 2) * page_size
     made = plan_run(num_sequences, num_tokens, 5 * page_size, apart if num_sequences > 1 else 0)
-    assert made == found and made.only_run is not None
+    assert made.blocks == found.blocks and made.only_run == found.only_run is not None

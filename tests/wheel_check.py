@@ -19,12 +19,12 @@ import importlib, pkgutil, sys
 import torch_uma
 
 names = [module.name for module in pkgutil.walk_packages(torch_uma.__path__, "torch_uma.")]
-names = [name for name in names if name != "torch_uma.ops._host_copy"]  # a library, and no module of Python
+names = [name for name in names if name != "torch_uma.ops._native"]  # a library, and no module of Python
 for name in names:
     path = importlib.import_module(name).__file__
     assert path.startswith(sys.prefix), f"{name} was imported from {path}, not from the wheel"
-from torch_uma.ops.host_copy import native
-print(f"{len(names)} modules of the wheel import, {'with' if native() else 'without'} the loop in C")
+from torch_uma.ops.native import native
+print(f"{len(names)} modules of the wheel import, {'with' if native() else 'without'} the loops in C")
 """
 
 

@@ -40,7 +40,7 @@ class Arena:
                         f"an arena of {plan.arena_bytes:,} bytes could not be allocated on "
                         f"{device or 'the default device'}; give less memory ({error})"
                     ) from error
-        self.bytes = _checked(out, plan.arena_bytes, device)
+        self.bytes = keep_address(_checked(out, plan.arena_bytes, device))
         self._typed: dict[torch.dtype, Tensor] = {}
 
     def view(self, subpool: SubPool, layer: int, name: str) -> Tensor:
@@ -105,6 +105,16 @@ class Arena:
                 typed = self.bytes.view(dtype)
                 self._typed[dtype] = typed if typed.is_meta else torch.utils.dlpack.from_dlpack(typed)
         return self._typed[dtype]
+
+
+def keep_address(tensor: Tensor) -> Tensor:
+    """Tell whoever captures CUDA graphs that this tensor stays where it is; returns it.
+
+    Before a replay it is not copied, and a graph may change it. Nothing is guarded: another address is captured anew.
+    """
+    if tensor.is_cuda:
+        torch._dynamo.mark_static_address(tensor)
+    return tensor
 
 
 def _allocate(num_bytes: int, device: torch.device | str | None) -> Tensor:

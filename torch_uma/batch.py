@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torch_uma.arena import keep_address
 from torch_uma.errors import SequenceError
 from torch_uma.runs import Run, align_states, alignment_price_bytes, find_run
 from torch_uma.sequence import Sequence
@@ -45,7 +46,7 @@ class Rows:
         """[rows] int64 on the pool's device."""
         if self._tensor is None:
             with torch.inference_mode(False):  # it is kept for steps in any mode
-                self._tensor = torch.from_numpy(self.numbers).to(self._pool.device)
+                self._tensor = keep_address(torch.from_numpy(self.numbers).to(self._pool.device))
         return self._tensor
 
     def run(self, k: int, num_pages: int) -> Run | None:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from torch_uma.arena import keep_address
 from torch_uma.layout import Full
 from torch_uma.plan import Plan, SubPool
 
@@ -46,6 +47,7 @@ class Tables:
         columns: columns of each page table.
         max_tokens: longest sequence that the tables have columns for.
         version: grows whenever a cell of a page table changes.
+        v2p: [num_ids] int32, physical page of a virtual id, a view at a fixed address.
     """
 
     def __init__(
@@ -63,22 +65,19 @@ class Tables:
         self.mirror[self.v2p_base : self.length_base] = v2p
         self.mirror[self.length_base :] = 0
         self._v2p = v2p
-        self._base: list[int] = bases.tolist()
         self._cells: list[Int64Array] = []
         self._ids: list[IdArray] = []
         self._ring = _PinnedRing(device) if device.type == "cuda" else None
         with torch.inference_mode(False):  # a tensor made in inference mode could not be written outside of it
             self.tensor: Tensor = torch.from_numpy(self.mirror).to(device, copy=True)
+            self.v2p = keep_address(self.tensor[self.v2p_base : self.length_base])
+            tables = self.tensor[: self.v2p_base].split([num_rows * columns for columns in self.columns])
+            self._page_tables = [keep_address(table.view(num_rows, -1)) for table in tables]
         self._array = self.tensor.numpy() if device.type == "cpu" else None
 
     def page_table(self, index: int) -> Tensor:
         """Page table of a sub-pool: [rows, columns] int32 of virtual ids, a view at a fixed address."""
-        return self.tensor[self._base[index] : self._base[index + 1]].view(self.num_rows, -1)
-
-    @property
-    def v2p(self) -> Tensor:
-        """[num_ids] int32, physical page of a virtual id, a view at a fixed address."""
-        return self.tensor[self.v2p_base : self.length_base]
+        return self._page_tables[index]
 
     @property
     def lengths(self) -> Tensor:

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from torch_uma.ops.attend_pieces import attend_pieces, is_served
 from torch_uma.ops.attention import Merge, flash, plain, wide_dtype, with_sinks
-from torch_uma.ops.blocks import Block, Reads, Run, Sees
-from torch_uma.ops.reads import MOST_PACKED
+from torch_uma.ops.blocks import Block, Run, Sees
+from torch_uma.ops.reads import MOST_PACKED, Reads
 from torch_uma.ops.reference import dtype_of
 
 # A plan keeps so many masks for the next layer.
@@ -56,10 +57,12 @@ def attend_reads(
     if query.stride(2) != 1:
         query = query.contiguous()
     num_tokens, num_heads, width = query.shape
-    run = reads.only_run
-    if run is not None and reads.blocks[0].num_sequences == num_tokens:
-        is_plain = dims[0] != dims[1] or softcap != 0.0 or mask is not None or bias is not None
-        if not is_plain and query.dtype == dtype_of(dtypes[0]) == dtype_of(dtypes[1]):
+    is_bare = softcap == 0.0 and mask is None and bias is None
+    if is_bare and dims[0] == dims[1] and query.dtype == dtype_of(dtypes[0]) == dtype_of(dtypes[1]):
+        result = None
+        by_pieces = is_served(query.dtype) and reads.pieces is not None
+        run = None if by_pieces and reads.prefers_pieces else reads.only_run
+        if run is not None and reads.blocks[0].num_sequences == num_tokens:
             size, numbers = query.element_size(), arena.view(query.dtype)
             first = numbers.storage_offset() + origin_bytes // size
             entry = entry_bytes // size
@@ -70,8 +73,13 @@ def attend_reads(
                 for offset in offsets_bytes
             )
             out, lse = flash(query.reshape(num_tokens, num_kv_heads, -1, width), key, value, scale)
-            out, lse = out.reshape(num_tokens, num_heads, width), lse.reshape(num_tokens, num_heads)
-            return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
+            result = out.reshape(num_tokens, num_heads, width), lse.reshape(num_tokens, num_heads)
+        elif by_pieces and reads.pieces is not None:
+            result = attend_pieces(
+                arena, query, reads.pieces, origin_bytes, entry_bytes, offsets_bytes, num_kv_heads, scale
+            )
+        if result is not None:
+            return result if sinks is None else with_sinks(*result, sinks)
     keys = _Rows(arena, dtype_of(dtypes[0]), origin_bytes, entry_bytes, offsets_bytes[0], num_kv_heads, dims[0])
     values = _Rows(arena, dtype_of(dtypes[1]), origin_bytes, entry_bytes, offsets_bytes[1], num_kv_heads, dims[1])
     keys.new, values.new = new_key, new_value

@@ -1,13 +1,11 @@
-"""What a batch reads, as a value: its queries in blocks, for each the runs of entries that it reads.
+"""What queries read, as values: queries in blocks, for each the runs of entries that it reads.
 
 Owns the words in which a plan is put: blocks, runs, and how much of a run the queries of its block see.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from enum import Enum
-from functools import cached_property
 from typing import NamedTuple
 
 from torch import Tensor
@@ -77,29 +75,3 @@ class Block(NamedTuple):
     apart: int
     position: int
     runs: tuple[Run, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reads:
-    """What a batch reads: its blocks, in order; a query in none of them sees nothing.
-
-    Attributes:
-        blocks: blocks of queries.
-        window: as planned for; 0 for none.
-        has_new: the keys of the new tokens come from the caller.
-        bands: masks of the blocks, kept by whoever applies the plan for the next layer.
-    """
-
-    blocks: tuple[Block, ...]
-    window: int
-    has_new: bool
-    bands: dict[tuple[object, ...], Tensor] = field(default_factory=dict, compare=False, repr=False)
-
-    @cached_property
-    def only_run(self) -> Run | None:
-        """The run, if one token of each sequence reads just one, in the arena, and sees all of it."""
-        if len(self.blocks) != 1 or self.blocks[0].num_tokens != 1 or len(self.blocks[0].runs) != 1:
-            return None
-        (run,) = self.blocks[0].runs
-        in_place = not run.is_new and run.second is None and run.entries is None
-        return run if in_place and run.sees is Sees.ALL and self.blocks[0].apart == 1 else None

@@ -11,13 +11,13 @@ import ctypes
 import functools
 import os
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from importlib.machinery import EXTENSION_SUFFIXES
-from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from torch_uma.ops.native import native
 
 Bytes = NDArray[np.int64]
 
@@ -61,16 +61,6 @@ def copy_ranges(memory: Tensor, sources: Bytes, destinations: Bytes, sizes: Byte
 def _helpers(process: int, num_threads: int) -> ThreadPoolExecutor:
     """Threads that copy beside the caller's; a forked process has none of its parent's, so it makes its own."""
     return ThreadPoolExecutor(num_threads, thread_name_prefix="torch_uma_copy")
-
-
-@functools.cache
-def native() -> ctypes.CDLL | None:
-    """The loop in C; None where the package was installed without a C compiler."""
-    for suffix in EXTENSION_SUFFIXES:
-        path = Path(__file__).with_name(f"_host_copy{suffix}")
-        if path.exists():
-            return ctypes.CDLL(str(path))
-    return None
 
 
 def _copy_in_python(memory: Tensor, sources: Bytes, destinations: Bytes, sizes: Bytes) -> None:

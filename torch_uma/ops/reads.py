@@ -1,20 +1,24 @@
 """The plan of what a batch reads, from page numbers alone.
 
 Owns the order of the work on the host: how queries are cut into blocks, which runs are read in place and which copied.
+Where each sequence has a single query it sees whole stretches, which go as pieces to a loop in C.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from torch_uma.lifespans import spread
 from torch_uma.ops.blocks import Block, Run, Sees
-from torch_uma.ops.blocks import Reads as Reads
-from torch_uma.ops.stretches import Integers, Stretch, find_stretches
+from torch_uma.ops.pieces import MOST_COPIED_BYTES, Pieces, cut
+from torch_uma.ops.stretches import Integers, Pages, Stretch, Stretches, find_stretches, look_up
 
 MOST_PACKED = 16
 """Up to so many new tokens a sequence, the queries of a group of heads read their keys together."""
@@ -28,6 +32,52 @@ _WINDOW_BLOCK_TOKENS = 128
 _SHORT_RUN_BYTES = 2**17
 _MORE_SHORT = 4
 _COPY_BYTES = 2**21
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reads:
+    """What a batch reads.
+
+    Attributes:
+        window: as planned for; 0 for none.
+        has_new: the keys of the new tokens come from the caller.
+        batch: what the blocks are made of, when somebody asks for them.
+        bands: masks of the blocks, kept by whoever applies the plan for the next layer.
+    """
+
+    window: int
+    has_new: bool
+    batch: _Batch
+    bands: dict[tuple[object, ...], Tensor] = field(default_factory=dict, compare=False, repr=False)
+
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        """Blocks of queries, in order; a query in none of them sees nothing."""
+        return tuple(self.batch.blocks())
+
+    @cached_property
+    def only_run(self) -> Run | None:
+        """The run, if one query of each sequence reads just one, in the arena, and sees all of it."""
+        batch = self.batch
+        if self.has_new or len(batch.stretches.entry) != len(batch.rows) or batch.counts.count(1) < len(batch.rows):
+            return None
+        if len(self.blocks) != 1 or len(self.blocks[0].runs) != 1:
+            return None
+        return self.blocks[0].runs[0]
+
+    @property
+    def prefers_pieces(self) -> bool:
+        """Whether pieces, which are copied, cost less than a run that is read in place."""
+        return self.batch.token_bytes <= MOST_COPIED_BYTES
+
+    @cached_property
+    def pieces(self) -> Pieces | None:
+        """The same as pieces, if no sequence has more than one query and all keys are in the arena."""
+        batch = self.batch
+        if self.has_new or max(batch.counts, default=0) != 1:
+            return None
+        query_tokens = np.array(batch.token_starts[:-1])
+        return cut(batch.stretches, query_tokens, batch.token_bytes)
 
 
 def plan_reads(
@@ -51,12 +101,12 @@ def plan_reads(
     that they are copied. IndexError for a needed position without a page, ValueError for a sequence of fewer tokens
     than it has queries.
     """
-    # Numbers of sequences as lists: for a few sequences, arithmetic on arrays costs more.
-    tokens, numbers, table_rows = query_starts.tolist(), lengths.tolist(), rows.tolist()
-    counts = [end - start for start, end in zip(tokens, tokens[1:])]
-    firsts = [length - count for length, count in zip(numbers, counts)]
+    # Numbers of sequences as tuples: for a few sequences, arithmetic on arrays costs more.
+    tokens, numbers, table_rows = (tuple(each.tolist()) for each in (query_starts, lengths, rows))
+    counts = tuple(end - start for start, end in zip(tokens, tokens[1:]))
+    firsts = tuple(length - count for length, count in zip(numbers, counts))
     if firsts and min(firsts) < 0:
-        raise ValueError(f"sequences of {numbers} tokens cannot have {counts} new ones among them")
+        raise ValueError(f"sequences of {list(numbers)} tokens cannot have {list(counts)} new ones among them")
     lowest = [0] * len(firsts) if starts is None else [max(0, start) for start in starts.tolist()]
     needed = lowest
     if window:
@@ -67,73 +117,130 @@ def plan_reads(
         (first if has_new else length) if count and row >= 0 else 0
         for first, length, count, row in zip(firsts, numbers, counts, table_rows)
     ]
-    batch = _Batch(
+    pages, from_column = look_up(page_table, v2p, table_rows, needed, ends, page_size)
+    question = _Question(
         token_starts=tokens,
         rows=table_rows,
         firsts=firsts,
         counts=counts,
-        starts=lowest,
-        runs=find_stretches(page_table, v2p, table_rows, needed, ends, page_size),
+        starts=tuple(lowest),
+        needed=tuple(needed),
+        ends=tuple(ends),
+        pages=pages.astype(np.int32).tobytes(),
+        from_column=from_column,
+        page_size=page_size,
         window=window,
         chunk=chunk,
         has_new=has_new,
-        short=max(1, _SHORT_RUN_BYTES // token_bytes),
-        at_once=max(1, _COPY_BYTES // token_bytes),
+        token_bytes=token_bytes,
     )
-    return Reads(blocks=tuple(batch.blocks()), window=window, has_new=has_new)
+    # In decode all layers of a kind, which a compiled graph lets plan on their own, ask the same.
+    return answer(question) if max(counts, default=0) <= 1 else answer.__wrapped__(question)
 
 
-def plan_run(num_sequences: int, num_tokens: int, first: int, apart: int) -> Reads:
+class _Question(NamedTuple):
+    """All that a plan depends on."""
+
+    token_starts: tuple[int, ...]
+    rows: tuple[int, ...]
+    firsts: tuple[int, ...]
+    counts: tuple[int, ...]
+    starts: tuple[int, ...]
+    needed: tuple[int, ...]
+    ends: tuple[int, ...]
+    pages: bytes  # int32
+    from_column: int
+    page_size: int
+    window: int
+    chunk: int
+    has_new: bool
+    token_bytes: int
+
+
+@lru_cache(maxsize=8)
+def answer(question: _Question) -> Reads:
+    """The plan for this question."""
+    rows, needed, ends = question.rows, question.needed, question.ends
+    numbers = np.frombuffer(question.pages, np.int32).reshape(len(rows), -1)
+    batch = _Batch(
+        token_starts=question.token_starts,
+        rows=rows,
+        firsts=question.firsts,
+        counts=question.counts,
+        starts=question.starts,
+        stretches=find_stretches(Pages(numbers, question.from_column), rows, needed, ends, question.page_size),
+        window=question.window,
+        chunk=question.chunk,
+        has_new=question.has_new,
+        token_bytes=question.token_bytes,
+    )
+    return Reads(window=question.window, has_new=question.has_new, batch=batch)
+
+
+def plan_run(num_sequences: int, num_tokens: int, first: int, apart: int, token_bytes: int = 2048) -> Reads:
     """The plan of one query each of sequences of `num_tokens` tokens that lie in one run each, `apart` entries apart.
 
     What `plan_reads` finds for them, without a look at page tables. `first` is the first entry of the first sequence.
     """
-    run = Run(0, num_tokens, first, apart, False, Sees.ALL)
-    return Reads(blocks=(Block(0, num_sequences, 0, 0, 1, 1, num_tokens - 1, (run,)),), window=0, has_new=False)
+    numbers = np.arange(num_sequences)
+    batch = _Batch(
+        token_starts=tuple(range(num_sequences + 1)),
+        rows=(0,) * num_sequences,
+        firsts=(num_tokens - 1,) * num_sequences,
+        counts=(1,) * num_sequences,
+        starts=(0,) * num_sequences,
+        stretches=Stretches(numbers, 0 * numbers, 0 * numbers + num_tokens, first + apart * numbers),
+        window=0,
+        chunk=0,
+        has_new=False,
+        token_bytes=token_bytes,
+    )
+    return Reads(window=0, has_new=False, batch=batch)
 
 
 class _Batch(NamedTuple):
     """What is known of each sequence before its queries are cut into blocks."""
 
-    token_starts: list[int]
-    rows: list[int]
-    firsts: list[int]
-    counts: list[int]
-    starts: list[int]
-    runs: list[list[Stretch]]
+    token_starts: tuple[int, ...]
+    rows: tuple[int, ...]
+    firsts: tuple[int, ...]
+    counts: tuple[int, ...]
+    starts: tuple[int, ...]
+    stretches: Stretches
     window: int
     chunk: int
     has_new: bool
-    short: int
-    at_once: int
+    token_bytes: int
 
     def blocks(self) -> Iterator[Block]:
-        apart = self._apart()
+        stretches = self.stretches.by_sequence(len(self.rows))
+        apart = self._apart(stretches)
         if apart is not None:
-            yield from self._blocks_of(0, len(self.rows), apart)
+            yield from self._blocks_of(0, len(self.rows), stretches[0], apart)
             return
         for sequence, row in enumerate(self.rows):
             if row >= 0:
-                yield from self._blocks_of(sequence, 1, 0)
+                yield from self._blocks_of(sequence, 1, stretches[sequence], 0)
 
-    def _apart(self) -> int | None:
+    def _apart(self, stretches: list[list[Stretch]]) -> int | None:
         """Entries from one sequence to the next, if all are alike and can be read as one."""
         if len(self.rows) < 2 or min(self.rows) < 0 or not 0 < self.counts[0] <= MOST_PACKED:
             return None
         if any(each.count(each[0]) < len(each) for each in (self.counts, self.firsts, self.starts)):
             return None
-        if not any(self.runs):
+        if not any(stretches):
             return 0
-        if any(len(runs) != 1 for runs in self.runs):
+        if any(len(each) != 1 for each in stretches):
             return None
-        entries = [runs[0][2] for runs in self.runs]
+        entries = [each[0][2] for each in stretches]
         apart = entries[1] - entries[0]
         alike = apart >= 0 and all(after - before == apart for before, after in zip(entries, entries[1:]))
         return apart if alike else None
 
-    def _blocks_of(self, sequence: int, num_sequences: int, apart: int) -> Iterator[Block]:
+    def _blocks_of(self, sequence: int, num_sequences: int, stretches: list[Stretch], apart: int) -> Iterator[Block]:
         first, count, start = self.firsts[sequence], self.counts[sequence], self.starts[sequence]
-        stored = _Stored(self.runs[sequence], apart, self.short, self.at_once)
+        short, at_once = max(1, _SHORT_RUN_BYTES // self.token_bytes), max(1, _COPY_BYTES // self.token_bytes)
+        stored = _Stored(stretches, apart, short, at_once)
         position, end = max(first, start), first + count
         while position < end:
             until = min(end, position + self._block_tokens(position))

@@ -150,11 +150,12 @@ class StepPlaces:
         On the host only; planned once for all layers that come with the same numbers.
         """
         subpool = store.subpool
+        token_bytes = sum(placed.row.num_bytes for placed in store.rows)
         known = self._reads.get(subpool.index)
         where = self.tokens[subpool.index]
         if known is None and starts is None and where.run is not None and self.num_new_tokens == 1:
             first_entry, entries_between_rows = (pages * subpool.page_size for pages in where.run)
-            reads = plan_run(self.num_rows, self.max_past + 1, first_entry, entries_between_rows)
+            reads = plan_run(self.num_rows, self.max_past + 1, first_entry, entries_between_rows, token_bytes)
             known = self._reads[subpool.index] = (None, reads)
         if known is None or not _is_same(known[0], starts):
             lifetime = subpool.lifetime
@@ -169,7 +170,7 @@ class StepPlaces:
                 chunk=lifetime.num_tokens if isinstance(lifetime, Chunk) else 0,
                 starts=None if starts is None else starts.numpy(),
                 has_new=where.has_new,
-                token_bytes=sum(placed.row.num_bytes for placed in store.rows),
+                token_bytes=token_bytes,
             )
             known = self._reads[subpool.index] = (starts, reads)
         return known[1]
@@ -194,10 +195,9 @@ class StepPlaces:
             store = self.stores[layer].state
             assert store is not None
             if self.views_states:
-                grids, first = store.grids, int(self._slots[0])
+                self._states[layer] = store.views(int(self._slots[0]), self.num_rows)
             else:
-                grids, first = self._copied_grids(store), 0
-            self._states[layer] = {name: grid[first : first + self.num_rows] for name, grid in grids.items()}
+                self._states[layer] = self._copied(store)
         return self._states[layer]
 
     def keep_states(self) -> None:
@@ -214,7 +214,7 @@ class StepPlaces:
             fresh = torch.from_numpy(self._slots[self.step.fresh]).to(self.arena.device)
             self._state_pages.index_fill_(0, fresh, 0)
 
-    def _copied_grids(self, store: StateStore) -> Tensors:
+    def _copied(self, store: StateStore) -> Tensors:
         if self._copy is None:
             slots = torch.from_numpy(self._slots).to(self.arena.device)
             self._copy = self._state_pages.index_select(0, slots)

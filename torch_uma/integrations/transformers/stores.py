@@ -5,7 +5,7 @@ Made once for an arena; nothing here depends on a step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.utils.dlpack
 
+from torch_uma.arena import keep_address
 from torch_uma.errors import PlanError
 from torch_uma.layout import Memory, PlacedRow, State
 from torch_uma.ops.reference import dtype_name
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from torch_uma.pool import CachePool
 
 Tensors = dict[str, torch.Tensor]
+
+_MOST_VIEWS = 16  # of one layer's states, for batches that take turns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +55,19 @@ class StateStore:
     subpool: SubPool
     rows: dict[str, PlacedRow]
     grids: Tensors
+    _known: dict[tuple[int, int], Tensors] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def views(self, first_page: int, num_pages: int) -> Tensors:
+        """Consecutive states by row name, [pages, *shape]: the same tensors for the next step, at a fixed address."""
+        known = self._known.get((first_page, num_pages))
+        if known is None:
+            if len(self._known) == _MOST_VIEWS:
+                self._known.clear()
+            end = first_page + num_pages
+            with torch.inference_mode(False):  # they are kept for steps in any mode
+                known = {name: keep_address(grid[first_page:end]) for name, grid in self.grids.items()}
+            self._known[first_page, num_pages] = known
+        return known
 
 
 @dataclass(frozen=True, kw_only=True)
