@@ -384,18 +384,20 @@ class Loop(RuleBasedStateMachine):
             return
         self.content.add(sequence)
 
-    @rule(data=st.data(), num_new_tokens=st.one_of(st.just(1), st.integers(1, 20)))
-    def begin(self, data: st.DataObject, num_new_tokens: int) -> None:
+    @rule(data=st.data(), most=st.sampled_from([1, 2, 20]), is_even=st.booleans())
+    def begin(self, data: st.DataObject, most: int, is_even: bool) -> None:
         idle = self.idle()
         if not idle:
             return
         sequences = data.draw(st.permutations(idle))[: data.draw(st.integers(1, len(idle)))]
+        some = st.integers(1, most)
+        counts = [data.draw(some)] * len(sequences) if is_even else [data.draw(some) for _ in sequences]
         before = snapshot(self.pool)
         try:
-            step = self.pool.begin(sequences, num_new_tokens)
+            step = self.pool.begin(sequences, counts[0] if is_even else counts)
         except (OutOfMemory, SequenceError) as error:
-            longest = max(len(self.content.tokens[sequence]) for sequence in sequences) + num_new_tokens
-            too_long = longest > self.pool.tables.max_tokens
+            lengths = [len(self.content.tokens[each]) + new for each, new in zip(sequences, counts, strict=True)]
+            too_long = max(lengths) > self.pool.tables.max_tokens
             assert isinstance(error, OutOfMemory) or too_long or self.torn & set(sequences)
             assert snapshot(self.pool) == before
             return

@@ -120,13 +120,18 @@ class Reading(NamedTuple):
                 indices=None if scores.indices is None else scores.indices.flatten(0, -2),
                 **options,
             )
-        result: Tensor = attended.view(places.num_rows, places.num_new_tokens, *attended.shape[1:])
+        result: Tensor = attended.view(places.batch_size, places.num_new_tokens, *attended.shape[1:])
         return result
 
     def _options(self, scores: Scores) -> tuple[Tensor | None, dict[str, Any]]:
         """First tokens that are seen, and what the ops take of the scores. SequenceError where they cannot take it."""
         options: dict[str, Any] = {"softcap": scores.softcap, "sinks": scores.sinks}
         mask, bias = scores.mask, scores.bias
+        if self.places.packing is not None and not (mask is bias is scores.indices is None):
+            raise SequenceError(
+                "sequences that are packed into one batch row can only be attended to causally, without a mask, a bias "
+                "or a choice of keys; give the model **cache.inputs() alone, or open a step for each number of tokens"
+            )
         if mask is not None and mask.dtype == torch.int64 and mask.shape[1:] == (1, 1, 1):
             starts = mask.flatten()
             self._check_chunks(starts)
