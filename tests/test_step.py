@@ -100,6 +100,27 @@ def test_an_abort_changes_nothing(kinds: str, num_new_tokens: int) -> None:
     advance(content, [second, third, first], num_new_tokens)
 
 
+@pytest.mark.parametrize("kinds", ["full", "window", "chunk"])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_an_aborted_step_over_forks_of_unequal_length_harms_neither(kinds: str, is_first: bool) -> None:
+    """One of them writes into the page that they share: not the shorter, over what the longer has there."""
+    pool = make_pool(kinds, page_size=4)
+    content = Content(pool)
+    short = pool.add()
+    content.add(short)
+    advance(content, [short], 7)
+    long = short.fork()
+    content.fork(short, long)
+    short.crop(6)
+    content.crop(short, 6)
+    step = pool.begin([short, long] if is_first else [long, short], 1)
+    content.write(step)
+    step.abort()
+    pool.check()
+    content.verify()
+    advance(content, [long, short], [1, 2])
+
+
 def test_a_step_that_does_not_fit_changes_nothing() -> None:
     pool = make_pool("hybrid", memory=4096, page_size=2)
     content = Content(pool)

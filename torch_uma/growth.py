@@ -113,10 +113,12 @@ class Growth:
     def _shared(self) -> tuple[Int64Array, Int64Array]:
         """Sub-pool and cell of every shared page that the step will write, ordered by sub-pool.
 
-        Where all who refer to a page are in this step, one of them keeps it.
+        Where all who refer to a page are in this step, the longest of them keeps it: it writes behind what all have
+        there, who get it back if the step is aborted.
         """
         books = self._books
         suspects = books.may_share[self._rows].nonzero()[0] if books.num_shared else self._rows[:0]
+        suspects = suspects[(-self.past[suspects]).argsort(kind="stable")]
         page_tokens = books.lifespans.page_tokens[:, None]
         past = self.past[suspects]
         written = past % page_tokens != 0
