@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from functools import lru_cache
 from typing import Any
@@ -33,9 +34,9 @@ def model_of(name: str, attention: str) -> PreTrainedModel:
 class World:
     """Sequences of one poisoned pool, and for each its tokens and the logits [tokens, vocabulary] that they gave."""
 
-    def __init__(self, model: PreTrainedModel, stock: PreTrainedModel, page_size: int, memory: int = MEMORY) -> None:
+    def __init__(self, model: PreTrainedModel, stock: PreTrainedModel, page_size: int, **given: Any) -> None:
         self.model, self.stock = model, stock
-        self.pool = CachePool(model, memory=memory, page_size=page_size, max_sequences=16)
+        self.pool = CachePool(model, **{"memory": MEMORY, "page_size": page_size, "max_sequences": 16, **given})
         torch_uma.testing.poison(self.pool)
         self.tokens: dict[Sequence, torch.Tensor] = {}
         self.logits: dict[Sequence, torch.Tensor] = {}
@@ -66,8 +67,9 @@ class World:
         del self.tokens[sequence], self.logits[sequence]
 
     @torch.no_grad()
-    def step(self, counts: dict[Sequence, int], forward: Any = None, *, fails: bool = False) -> None:
+    def step(self, counts: dict[Sequence, int], compiled: Any = None, *, fails: bool = False) -> None:
         """One step; a single token is what the sequence's last logits choose, if it has any."""
+        forward = self.model if compiled is None else compiled
         new = []
         for sequence, count in counts.items():
             tokens = torch.randint(0, 256, (count,), generator=self.chance)
@@ -79,7 +81,7 @@ class World:
             inputs = cache.inputs()
             given = torch.cat(new)[None] if is_packed else torch.stack(new)
             assert set(inputs) == {"position_ids"} and inputs["position_ids"].shape == given.shape
-            logits = (forward or self.model)(given, cache=cache, **inputs).logits
+            logits = forward(given, cache=cache, **inputs).logits
             assert logits.shape[:2] == given.shape and cache.batch_size == len(given)
             self.pool.check()
             if fails:
@@ -106,7 +108,7 @@ def some_counts(rnd: random.Random, sequences: list[Sequence]) -> dict[Sequence,
 @pytest.mark.parametrize("name", MODELS)
 def test_every_sequence_has_the_logits_that_it_has_alone(name: str, page_size: int) -> None:
     rnd = random.Random(f"{name} {page_size}")
-    world = World(model_of(name, "torch_uma"), model_of(name, "eager"), page_size, 400 << 10)
+    world = World(model_of(name, "torch_uma"), model_of(name, "eager"), page_size, memory=400 << 10)
     num_packed = num_refused = num_cropped = 0
     for turn in range(24):
         while len(world.tokens) < 3 or (len(world.tokens) < 6 and rnd.random() < 0.2):
@@ -134,8 +136,9 @@ def test_every_sequence_has_the_logits_that_it_has_alone(name: str, page_size: i
             num_cropped += world.crop(sequence, rnd.randint(max(0, sequence.length - 3), sequence.length))
         elif turn % 8 == 7:
             world.free(sequence)
-    assert num_packed > 8 and num_cropped
-    assert num_refused or name == "mistral"  # whose windows never fill the arena
+    assert num_packed > 8
+    # Windows alone never fill the arena, and can seldom be cropped.
+    assert name == "mistral" or (num_refused and num_cropped)
     for sequence in list(world.tokens):
         world.free(sequence)
     assert world.pool.stats().live_bytes == 0
@@ -168,7 +171,7 @@ def test_as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("ops.reference", "integrations.transformers.places"):
         monkeypatch.setattr(f"torch_uma.{module}.on_host", lambda tensor: False)
     for name in MODELS:
-        world = World(model_of(name, "torch_uma"), model_of(name, "eager"), 7)
+        world = World(model_of(name, "torch_uma"), model_of(name, "eager"), 7, max_tokens=112)
         some = [world.add() for _ in range(4)]
         for counts in ((30, 1, 9, 60), (1, 26, 70, 2), (3, 1, 1, 1)):
             world.step(dict(zip(some, counts, strict=True)))
@@ -190,13 +193,13 @@ def test_layers_that_share_keys() -> None:
         activation_sparsity_pattern=[0.0] * 4,
         altup_num_inputs=2,
     )
-    models = []
-    for attention in ("torch_uma", "eager"):
-        with torch.random.fork_rng():
-            torch.manual_seed(3)
-            models.append(AutoModelForCausalLM.from_config(config, attn_implementation=attention))
-        models[-1].eval().requires_grad_(False)
-    world = World(*models, 7)
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="torch_uma")
+    model.eval().requires_grad_(False)
+    stock = copy.deepcopy(model)
+    stock.set_attn_implementation("eager")
+    world = World(model, stock, 7)
     some = [world.add() for _ in range(3)]
     for counts in ((30, 1, 9), (1, 26, 70), (3, 1, 1), (1, 40, 2)):
         world.step(dict(zip(some, counts, strict=True)))
@@ -222,7 +225,7 @@ def test_a_model_that_counts_positions_by_itself() -> None:
 @pytest.mark.parametrize(("name", "num_graphs"), [("gpt_oss", 1), ("llama4", 1), ("deepseek_v3", 2)])
 def test_one_graph_for_a_total_and_a_batch(name: str, num_graphs: int) -> None:
     """And one more for latents of which none are there yet, which are not absorbed."""
-    graphs = Graphs(compile_fx)
+    graphs = Graphs(compile_fx if name == "gpt_oss" else lambda graph, _: graph.forward)
     model = model_of(name, "torch_uma")
     compiled = torch.compile(model, backend=graphs.backend, fullgraph=True, dynamic=False)
     world = World(model, model_of(name, "eager"), 7)
@@ -269,9 +272,9 @@ def test_what_cannot_tell_sequences_apart_is_refused(name: str, attention: str, 
     first, second = pool.add(5), pool.add(5)
     before = snapshot(pool)
     for sequences, numbers in (({first: 1, second: 2}, 1), (pool.batch([first, second]), [1, 2])):
-        with pytest.raises(SequenceError, match=rf"unequally many new tokens, \[1, 2\], .*{message}"):
-            with pool.step(sequences, numbers):
-                raise AssertionError
+        refused = pytest.raises(SequenceError, match=rf"unequally many new tokens, \[1, 2\], .*{message}")
+        with refused, pool.step(sequences, numbers):
+            raise AssertionError
     assert snapshot(pool) == before
 
 
@@ -279,16 +282,16 @@ def test_a_forward_that_is_not_that_of_the_step_is_refused() -> None:
     model = model_of("llama", "torch_uma")
     pool = CachePool(model, memory=MEMORY)
     first, second = pool.add(), pool.add()
-    packed = torch.zeros(1, 5, dtype=torch.int64)
+    packed, column = torch.zeros(1, 5, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.int64)
     ones, zeros = torch.ones_like(packed), torch.tensor([[0, 1, 1, 1, 1]])
     square = torch.ones(1, 1, 5, 5, dtype=torch.bool).tril()
     for tokens, given, message in (
         (
-            torch.zeros(2, 3, dtype=torch.int64),
-            {},
+            column,
+            {"position_ids": column},
             r"\[2, 3\] new tokens of 2 .* in \[1, 5\], but the forward has \[2, 3\]",
         ),
-        (packed[:, :4], {}, r"but the forward has \[1, 4\]; pack them with torch\.cat"),
+        (packed[:, :4], {"position_ids": packed[:, :4]}, r"but the forward has \[1, 4\]; pack them with torch\.cat"),
         (packed, {"attention_mask": zeros}, "only be attended to causally, without a mask"),
         (packed, {"attention_mask": square}, "only be attended to causally, without a mask"),
         (packed, None, r"hold, or take, unequal numbers of tokens, .*\*\*cache\.inputs\(\)"),

@@ -58,7 +58,9 @@ class Reading(NamedTuple):
         and to the result instead (DeepSeek-V2, arXiv 2405.04434, section 2.1.2). PlanError for a projection that is no
         plain linear layer.
         """
-        if self.places.fresh and self.places.num_new_tokens > 1 and scores.indices is None:
+        # Where it is not the host that says what is read, the arena is looked at even if nothing is there.
+        is_all_new = self.places.plans_reads and self.places.fresh
+        if is_all_new and self.places.num_new_tokens > 1 and scores.indices is None:
             return self._attend(query, key, value, self.store.offsets_bytes, scores)
         projection = module.kv_b_proj
         assert isinstance(projection, torch.nn.Module)
