@@ -63,9 +63,11 @@ class StepPlaces:
         self.packing: Packing | None = None
         if isinstance(step.num_new_tokens, int):
             self.batch_size, self.num_new_tokens = self.num_rows, step.num_new_tokens
+            self._most_new_tokens = step.num_new_tokens  # of one row
         else:
             self.packing = Packing(step, self.arena.device)
             self.batch_size, self.num_new_tokens = 1, self.packing.num_tokens
+            self._most_new_tokens = int(step.num_new_tokens.max())
         # Of a compiled forward: one is to come; the calls that were traced; it has come to the last layer.
         self.is_announced = False
         self.traced: set[tuple[int, str, bool]] = set()
@@ -246,7 +248,7 @@ class StepPlaces:
         lifetime = subpool.lifetime
         is_full = isinstance(lifetime, Full)
         # A new token that not even the next query needs is not stored.
-        appends = isinstance(lifetime, Window) and int(np.max(self.step.num_new_tokens)) >= lifetime.num_tokens
+        appends = isinstance(lifetime, Window) and self._most_new_tokens >= lifetime.num_tokens
         if isinstance(lifetime, Chunk):
             new = self.past + self.step.num_new_tokens
             appends = bool((new - new % lifetime.num_tokens > self.past).any())
