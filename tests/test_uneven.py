@@ -289,7 +289,7 @@ def test_a_forward_that_is_not_that_of_the_step_is_refused() -> None:
         (
             column,
             {"position_ids": column},
-            r"\[2, 3\] new tokens of 2 .* in \[1, 5\], but the forward has \[2, 3\]",
+            r"new tokens of 2 sequences one after another, as \[1, 5\], but the forward has \[2, 3\]",
         ),
         (packed[:, :4], {"position_ids": packed[:, :4]}, r"but the forward has \[1, 4\]; pack them with torch\.cat"),
         (packed, {"attention_mask": zeros}, "only be attended to causally, without a mask"),

@@ -126,7 +126,7 @@ class UnifiedCache(Cache):
             why = f"only attention by {NAME!r} tells them apart, and this model has {config._attn_implementation!r}"
             remedy = f"call model.set_attn_implementation({NAME!r}), or "
         raise SequenceError(
-            f"the sequences of a step with unequally many new tokens, {counts}, are packed into one batch row, but "
+            f"the sequences of a step with unequally many new tokens, {sorted(set(counts))}, are packed into one batch row, but "
             f"{why}; {remedy}open a step for each number"
         )
 
@@ -228,7 +228,10 @@ class UnifiedCache(Cache):
         return self._steps.has_tokens()
 
     def get_seq_length(self, layer_idx: int = 0) -> int | torch.Tensor:  # type: ignore[override]  # a tensor in a trace
-        """Tokens of the longest row, also for a model of recurrent layers only."""
+        """Tokens of the longest row, also for a model of recurrent layers only.
+
+        Of packed rows [tokens] int64 instead: what a token's place is added to for its position, as models do.
+        """
         return self._steps.length()
 
     def expect(self, batch_size: int, max_tokens: int) -> None:

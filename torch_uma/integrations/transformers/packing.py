@@ -32,7 +32,6 @@ class Packing:
 
     def __init__(self, step: Step, device: torch.device) -> None:
         counts = np.broadcast_to(step.num_new_tokens, step.rows.shape)
-        self._counts = counts
         self._step = step
         self.token_starts: Int64Array = np.concatenate([[0], counts.cumsum()])
         self.num_tokens = int(self.token_starts[-1])
@@ -52,6 +51,6 @@ class Packing:
         if num_rows in (None, 1) and num_new_tokens in (None, self.num_tokens):
             return
         raise SequenceError(
-            f"this step is over {self._counts.tolist()} new tokens of {len(self._counts)} sequences, one after another "
-            f"in [1, {self.num_tokens}], but the forward has [{num_rows}, {num_new_tokens}]; pack them with torch.cat()"
+            f"this step takes the new tokens of {len(self.lengths)} sequences one after another, as [1, {self.num_tokens}],"
+            f" but the forward has [{num_rows}, {num_new_tokens}]; pack them with torch.cat()"
         )
