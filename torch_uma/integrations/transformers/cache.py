@@ -126,8 +126,8 @@ class UnifiedCache(Cache):
             why = f"only attention by {NAME!r} tells them apart, and this model has {config._attn_implementation!r}"
             remedy = f"call model.set_attn_implementation({NAME!r}), or "
         raise SequenceError(
-            f"the sequences of a step with unequally many new tokens, {sorted(set(counts))}, are packed into one batch row, but "
-            f"{why}; {remedy}open a step for each number"
+            f"the sequences of a step with unequally many new tokens, {sorted(set(counts))}, are packed into one batch "
+            f"row, but {why}; {remedy}open a step for each number"
         )
 
     def _bind(self, layers: Sequence[Layer]) -> None:

@@ -51,6 +51,6 @@ class Packing:
         if num_rows in (None, 1) and num_new_tokens in (None, self.num_tokens):
             return
         raise SequenceError(
-            f"this step takes the new tokens of {len(self.lengths)} sequences one after another, as [1, {self.num_tokens}],"
-            f" but the forward has [{num_rows}, {num_new_tokens}]; pack them with torch.cat()"
+            f"this step takes the new tokens of {len(self.lengths)} sequences one after another, as "
+            f"[1, {self.num_tokens}], but the forward has [{num_rows}, {num_new_tokens}]; pack them with torch.cat()"
         )
