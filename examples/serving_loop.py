@@ -27,7 +27,7 @@ def serve(model: torch.nn.Module, pool: CachePool, requests: list[list[int]]) ->
                     raise
                 may_admit = False  # until one of those that run has left
         fresh = [request for request, sequence in running.items() if not sequence.length]
-        batch = fresh[:1] or list(running)  # a prompt alone, since all rows of a step have equally many new tokens
+        batch = fresh[:1] or list(running)  # a prompt alone: any model can serve equal numbers of tokens
         num_new_tokens = len(texts[batch[0]]) - running[batch[0]].length
         try:
             with pool.step({running[request]: num_new_tokens for request in batch}) as cache:

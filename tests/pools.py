@@ -103,21 +103,24 @@ class Content:
 
     def write(self, step: Step) -> list[list[int]]:
         """Write a step's new tokens and states into the arena; returns the numbers, for `commit`."""
-        shape = (len(step.rows), step.num_new_tokens)
-        values = self.num_written + 1 + torch.arange(shape[0] * shape[1]).view(shape)
+        counts = torch.from_numpy(np.broadcast_to(step.num_new_tokens, step.rows.shape).copy())
+        ahead = torch.arange(int(counts.max())).expand(len(counts), -1)
+        values = self.num_written + 1 + torch.arange(ahead.numel()).view(ahead.shape)
         self.num_written += values.numel()
-        positions = torch.from_numpy(step.past)[:, None] + torch.arange(step.num_new_tokens)
+        is_new = ahead < counts[:, None]
+        positions = torch.where(is_new, torch.from_numpy(step.past)[:, None] + ahead, -1)
         for subpool in self.pool.plan.subpools:
             grid = self._numbers(subpool)
             if subpool.is_state:
                 step.state_touched = True
                 self.states.update(dict.fromkeys(step.sequences))
-                grid[torch.from_numpy(step.slots().astype(np.int64)), 0] = values[:, -1].float()
+                last = values.gather(1, counts[:, None] - 1)
+                grid[torch.from_numpy(step.slots().astype(np.int64)), 0] = last[:, 0].float()
                 continue
             entries = step.entries(subpool, positions)
             stored = entries >= 0
             grid[entries[stored], (positions % subpool.tokens_per_entry)[stored]] = values[stored].float()
-        return values.tolist()
+        return [row[:count] for row, count in zip(values.tolist(), counts.tolist(), strict=True)]
 
     def commit(self, step: Step, values: list[list[int]]) -> None:
         for sequence, new in zip(step.sequences, values, strict=True):
@@ -156,7 +159,7 @@ class Content:
         return grid.view(torch.float32).view(subpool.num_pages * subpool.page_size, -1)
 
 
-def advance(content: Content, sequences: list[Sequence], num_new_tokens: int) -> None:
+def advance(content: Content, sequences: list[Sequence], num_new_tokens: int | list[int]) -> None:
     """One whole step, written, committed and checked."""
     step = content.pool.begin(sequences, num_new_tokens)
     values = content.write(step)

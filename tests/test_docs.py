@@ -75,8 +75,12 @@ def test_what_the_usage_page_does(name):
         model.set_attn_implementation("torch_uma")
         torch.compiler.reset()
         batch = pool.batch([first, second])
-        run_block("docs/usage.md", 1, batch=batch, pool=pool, model=model, input_ids=torch.tensor([[1], [2]]))
+        run_block("docs/usage.md", 2, batch=batch, pool=pool, model=model, input_ids=torch.tensor([[1], [2]]))
         assert (first.length, second.length) == (6, 8)
+        if name == "gpt_oss":
+            new = [prompts((length,))["input_ids"] for length in (1, 130)]
+            run_block("docs/usage.md", 1, first=first, second=second, pool=pool, model=model, new=new)
+            assert (first.length, second.length) == (7, 138)
         pool.check()
 
 

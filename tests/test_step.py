@@ -29,9 +29,9 @@ from torch_uma.testing import scramble
 
 @pytest.mark.parametrize("kinds", KINDS)
 @pytest.mark.parametrize("page_size", [1, 3, 4])
-@pytest.mark.parametrize("pattern", [(1,) * 40, (13, 1, 1, 9, 1), (2, 3, 30, 5)])
+@pytest.mark.parametrize("pattern", [(1,) * 40, (13, 1, 1, 9, 1), (2, 3, 30, 5), ([1, 2], [30, 1], [1, 17], 1, [2, 9])])
 def test_between_steps_a_sequence_holds_what_its_length_needs(
-    kinds: str, page_size: int, pattern: tuple[int, ...]
+    kinds: str, page_size: int, pattern: tuple[int | list[int], ...]
 ) -> None:
     pool = make_pool(kinds, page_size=page_size)
     content = Content(pool)
@@ -100,6 +100,27 @@ def test_an_abort_changes_nothing(kinds: str, num_new_tokens: int) -> None:
     advance(content, [second, third, first], num_new_tokens)
 
 
+@pytest.mark.parametrize("kinds", ["full", "window", "chunk"])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_an_aborted_step_over_forks_of_unequal_length_harms_neither(kinds: str, is_first: bool) -> None:
+    """One of them writes into the page that they share: not the shorter, over what the longer has there."""
+    pool = make_pool(kinds, page_size=4)
+    content = Content(pool)
+    short = pool.add()
+    content.add(short)
+    advance(content, [short], 7)
+    long = short.fork()
+    content.fork(short, long)
+    short.crop(6)
+    content.crop(short, 6)
+    step = pool.begin([short, long] if is_first else [long, short], 1)
+    content.write(step)
+    step.abort()
+    pool.check()
+    content.verify()
+    advance(content, [long, short], [1, 2])
+
+
 def test_a_step_that_does_not_fit_changes_nothing() -> None:
     pool = make_pool("hybrid", memory=4096, page_size=2)
     content = Content(pool)
@@ -152,6 +173,11 @@ def test_a_step_refuses_what_is_not_a_batch() -> None:
         ([first], -3, "at least 1, not -3"),
         ([first], 1.5, "whole number, not 1.5"),
         ([first], "two", "whole number, not 'two'"),
+        ([first, second], [1, 0], "at least 1, not 0"),
+        ([first, second], (1, 1.5), "whole number, not 1.5"),
+        ([first, second], [2], "1 numbers of new tokens were given for 2 sequences; give one for each, or one for all"),
+        ([first, second], [], "0 numbers of new tokens"),
+        ([first, second], [[1], [2]], r"whole number, not \[1\]"),
         ([], 1, "at least one sequence"),
         ([first, second, first], 1, "named twice"),
         ([first, "second"], 1, "'second' is not a sequence"),
@@ -168,10 +194,12 @@ def test_a_step_refuses_what_is_not_a_batch() -> None:
 def test_a_step_is_refused_by_the_tables_or_by_the_arena(kinds: str) -> None:
     """What the arena cannot hold is OutOfMemory, however long the tables are; what it could hold is not."""
     pool = make_pool(kinds)
-    sequence = pool.add()
+    sequence, short = pool.add(), pool.add()
     before = snapshot(pool)
     for num_new_tokens in (pool.tables.max_tokens + 1, 10**6, 10**30):
-        with pytest.raises((OutOfMemory, SequenceError)) as caught:
+        with pytest.raises((OutOfMemory, SequenceError)) as other:
+            pool.begin([sequence, short], [num_new_tokens, 1])
+        with pytest.raises(type(other.value)) as caught:
             pool.begin([sequence], num_new_tokens)
         if kinds in ("every", "full"):
             assert isinstance(caught.value, OutOfMemory) and not caught.value.quote.fits_empty
@@ -180,13 +208,48 @@ def test_a_step_is_refused_by_the_tables_or_by_the_arena(kinds: str) -> None:
     assert snapshot(pool) == before
 
 
+def test_only_the_row_that_gets_too_long_is_too_long() -> None:
+    """Neither the most tokens of a row nor the most new ones, but what the two come to in one row."""
+    pool = make_pool("window", max_tokens=20)
+    long, short = pool.add(), pool.add()
+    pool.begin([long], 15).commit()
+    before = snapshot(pool)
+    for numbers in ([6, 1], [1, 21]):
+        with pytest.raises(SequenceError, match="larger max_tokens"):
+            pool.begin([long, short], numbers)
+    assert snapshot(pool) == before
+    step = pool.begin([long, short], [5, 20])
+    assert step.num_new_tokens.tolist() == [5, 20]
+    step.commit()
+    assert (long.length, short.length) == (20, 20)
+
+
+def test_pages_are_taken_for_what_each_row_gets() -> None:
+    """A row may have more new tokens than the window while another has one, which takes no page."""
+    pool = make_pool([layer(Full()), layer(Window(6))], page_size=2)
+    first, second, third = pool.add(), pool.add(), pool.add()
+    pool.begin([first, second], [5, 8]).commit()
+    step = pool.begin([first, third, second], [1, 20, 2])
+    window = next(subpool for subpool in pool.plan.subpools if subpool.name == "window_6")
+    positions = torch.tensor([[*range(1, 8), -1], [*range(14, 20), -1, -1], [*range(2, 10)]])
+    stored = [[p for p, e in zip(*both) if e >= 0] for both in zip(positions.tolist(), step.entries(window, positions))]
+    # What the past of each needs is still there, with whole pages of what comes.
+    assert stored == [[1, 2, 3, 4, 5], [14, 15, 16, 17, 18, 19], [2, 3, 4, 5, 6, 7, 8, 9]]
+    live = [[len(pages) for pages in sequence.pages] for sequence in (first, third, second)]
+    assert live == [[3, 3], [3, 10], [4, 5]]
+    pool.check()
+    step.commit()
+    for sequence, length in ((first, 6), (third, 20), (second, 10)):
+        assert sequence.length == length and sequence.num_pages == pool.plan.demand(length)
+
+
 def test_numbers_of_numpy_and_torch_are_whole_numbers() -> None:
     pool = make_pool("hybrid")
     sequence = pool.add(np.int64(5))
     pool.extend_runs([sequence], np.int32(7))
-    for number in (np.int64(3), np.uint8(3), torch.tensor(3)):
+    for number in (np.int64(3), np.uint8(3), torch.tensor(3), np.array([3]), torch.tensor([3]), iter([3])):
         pool.begin([sequence], number).commit()
-    assert sequence.length == 9 and pool.quote(np.int16(4)).fits
+    assert sequence.length == 18 and pool.quote(np.int16(4)).fits
     assert pool.event(np.int64(1)) is None and 0 <= pool.compact(np.int64(100)) <= 100
     pool.check()
 
@@ -384,18 +447,20 @@ class Loop(RuleBasedStateMachine):
             return
         self.content.add(sequence)
 
-    @rule(data=st.data(), num_new_tokens=st.one_of(st.just(1), st.integers(1, 20)))
-    def begin(self, data: st.DataObject, num_new_tokens: int) -> None:
+    @rule(data=st.data(), most=st.sampled_from([1, 2, 20]), is_even=st.booleans())
+    def begin(self, data: st.DataObject, most: int, is_even: bool) -> None:
         idle = self.idle()
         if not idle:
             return
         sequences = data.draw(st.permutations(idle))[: data.draw(st.integers(1, len(idle)))]
+        some = st.integers(1, most)
+        counts = [data.draw(some)] * len(sequences) if is_even else [data.draw(some) for _ in sequences]
         before = snapshot(self.pool)
         try:
-            step = self.pool.begin(sequences, num_new_tokens)
+            step = self.pool.begin(sequences, counts[0] if is_even else counts)
         except (OutOfMemory, SequenceError) as error:
-            longest = max(len(self.content.tokens[sequence]) for sequence in sequences) + num_new_tokens
-            too_long = longest > self.pool.tables.max_tokens
+            lengths = [len(self.content.tokens[each]) + new for each, new in zip(sequences, counts, strict=True)]
+            too_long = max(lengths) > self.pool.tables.max_tokens
             assert isinstance(error, OutOfMemory) or too_long or self.torn & set(sequences)
             assert snapshot(self.pool) == before
             return

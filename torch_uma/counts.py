@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 
@@ -16,3 +16,10 @@ def whole(value: Any, name: str, *, least: int, error: Callable[[str], Exception
     if number < least:
         raise error(f"{name} is at least {least}, not {number}")
     return number
+
+
+def whole_or_each(value: Any, name: str, *, least: int, error: Callable[[str], Exception]) -> int | list[int]:
+    """`value` as `whole` gives it; of several values, such as a list or an array has, each."""
+    if isinstance(value, int | str) or not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0:
+        return whole(value, name, least=least, error=error)
+    return [whole(number, name, least=least, error=error) for number in value]

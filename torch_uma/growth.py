@@ -19,7 +19,9 @@ from torch_uma.tables import IdArray, Int64Array
 
 
 class Growth:
-    """Pages for `num_new_tokens` more tokens in each of `rows`, taken when made; `commit` or `abort` ends it.
+    """Pages for `num_new_tokens` more tokens in `rows`, taken when made; `commit` or `abort` ends it.
+
+    `num_new_tokens` is one number for all rows, or [rows] int64.
 
     Attributes:
         past, new: [rows] int64, lengths before and after.
@@ -30,12 +32,16 @@ class Growth:
 
     __slots__ = ("_at", "_books", "_cells", "_dying", "_old_end", "_rows", "displaced", "new", "past")
 
-    def __init__(self, books: Sequences, rows: Int64Array, num_new_tokens: int) -> None:
+    def __init__(self, books: Sequences, rows: Int64Array, num_new_tokens: int | Int64Array) -> None:
         books.settle()
         self._books = books
         self._rows = rows
         self.past = books.length[rows]
-        books.check_columns(int(self.past.max()) + num_new_tokens)
+        if isinstance(num_new_tokens, int):
+            most_new_tokens, longest = num_new_tokens, int(self.past.max()) + num_new_tokens
+        else:
+            most_new_tokens, longest = int(num_new_tokens.max()), int((self.past + num_new_tokens).max())
+        books.check_columns(longest)
         self.new = self.past + num_new_tokens
         num_subpools = len(books.first)
         passed = books.limits.take(rows, axis=1) < self.new
@@ -44,7 +50,7 @@ class Growth:
         self.displaced: IdArray | None = None  # None: every written cell was empty
         self._at = self._old_end = rows[:0]
         k, column = passed[:num_subpools].nonzero()
-        if num_new_tokens > books.lifespans.step_tokens or (books.num_shared and books.may_share[rows].any()):
+        if most_new_tokens > books.lifespans.step_tokens or (books.num_shared and books.may_share[rows].any()):
             self._take_many(k, column)
         elif len(k):
             self._take_one_each(k, column)
@@ -107,10 +113,12 @@ class Growth:
     def _shared(self) -> tuple[Int64Array, Int64Array]:
         """Sub-pool and cell of every shared page that the step will write, ordered by sub-pool.
 
-        Where all who refer to a page are in this step, one of them keeps it.
+        Where all who refer to a page are in this step, the longest of them keeps it: it writes behind what all have
+        there, who get it back if the step is aborted.
         """
         books = self._books
         suspects = books.may_share[self._rows].nonzero()[0] if books.num_shared else self._rows[:0]
+        suspects = suspects[(-self.past[suspects]).argsort(kind="stable")]
         page_tokens = books.lifespans.page_tokens[:, None]
         past = self.past[suspects]
         written = past % page_tokens != 0

@@ -22,7 +22,7 @@ from torch_uma.band import PageArray
 from torch_uma.batch import Batch
 from torch_uma.books import Sequences
 from torch_uma.budget import plan_of
-from torch_uma.counts import whole
+from torch_uma.counts import whole, whole_or_each
 from torch_uma.epochs import Epochs
 from torch_uma.errors import ClosedError, LeaseError, OutOfMemory, PageError, PlanError, SequenceError
 from torch_uma.guard import Guard
@@ -176,20 +176,29 @@ class CachePool:
     # Steps
 
     @contextmanager
-    def step(self, sequences: Mapping[Sequence, int] | Batch, num_new_tokens: int = 1) -> Iterator[UnifiedCache]:
+    def step(
+        self, sequences: Mapping[Sequence, int] | Batch, num_new_tokens: int | Iterable[int] = 1
+    ) -> Iterator[UnifiedCache]:
         """Open a step for as long as a `with` block runs; gives the transformers cache of its forward pass.
 
-        `sequences` maps each sequence, in the order of the batch, to its number of new tokens, which is the same for
-        all; a Batch takes `num_new_tokens`. If the block raises, what the step reserved is given back and lengths are
-        as before. If it ends, the tokens count: a block without a forward, or one of a model of fewer layers, leaves
-        pages of undefined content, since nobody can see from here whether a captured graph was replayed. Raises what
-        `begin` raises.
+        `sequences` maps each sequence, in the order of the batch, to its number of new tokens; a Batch takes
+        `num_new_tokens`, as `begin` does. The forward is over [sequences, new] tokens if all have equally many, and
+        otherwise over [1, all new tokens], one sequence after another. If the block raises, what the step reserved is
+        given back and lengths are as before. If it ends, the tokens count: a block without a forward, or one of a model
+        of fewer layers, leaves pages of undefined content, since nobody can see from here whether a captured graph was
+        replayed. Raises what `begin` raises, and SequenceError where the model cannot tell apart sequences with
+        unequally many new tokens: with recurrent layers, or attention that does not read the arena.
         """
         from torch_uma.integrations.transformers.cache import UnifiedCache
 
-        if isinstance(sequences, Mapping):
-            num_new_tokens = _equal_count(sequences)
-        step = self.begin(sequences, num_new_tokens)
+        counts = _counts(list(sequences.values()) if isinstance(sequences, Mapping) else num_new_tokens)
+        if isinstance(counts, list):
+            if len(set(counts)) > 1:
+                self.guard.enter()
+                UnifiedCache._check_packed(self, counts)
+            elif isinstance(sequences, Mapping) and counts:
+                counts = counts[0]
+        step = self.begin(sequences, counts)
         try:
             cache = UnifiedCache._of_step(step)
             yield cache
@@ -199,21 +208,24 @@ class CachePool:
             raise
         step.commit()
 
-    def begin(self, sequences: Batch | Iterable[Sequence], num_new_tokens: int) -> Step:
+    def begin(self, sequences: Batch | Iterable[Sequence], num_new_tokens: int | Iterable[int]) -> Step:
         """Open a step of `num_new_tokens` tokens for each sequence: reserve its pages and stage the tables.
+
+        It is one number for all, or one for each sequence, in order.
 
         Leases whose event has passed end first. States are moved side by side in the order of the batch where that can
         be had and costs less than to go on copying them. Steps over different sequences may be open at once. Raises
         OutOfMemory; SequenceError for no sequence, no token, one named twice, freed, of another pool, in an open
         step, too long, or with a half-written state. Then nothing has changed.
         """
-        num_new_tokens = whole(num_new_tokens, "num_new_tokens of a step", least=1, error=SequenceError)
+        counts = _counts(num_new_tokens)
         batch = self._idle_batch(sequences)
         if not len(batch):
             raise SequenceError("a step needs at least one sequence")
         self.sequences.check_whole(batch.rows.numbers)
+        counts_of_rows = counts if isinstance(counts, int) else self._counts_of_rows(counts, len(batch))
         self.sequences.allocator.poll()
-        step = Step(self, batch, num_new_tokens, self.epoch + 1)
+        step = Step(self, batch, counts_of_rows, self.epoch + 1)
         self.epoch = self.sequences.allocator.ledger.epoch = step.epoch
         self.guard.steps[step.epoch] = step
         try:
@@ -362,6 +374,15 @@ class CachePool:
             self.guard.check_idle(batch.rows.numbers)
         return batch
 
+    def _counts_of_rows(self, counts: list[int], num_rows: int) -> int | Int64Array:
+        if len(counts) != num_rows:
+            raise SequenceError(
+                f"{len(counts)} numbers of new tokens were given for {num_rows} sequences; give one for each, or one "
+                "for all"
+            )
+        self.sequences.check_columns(max(counts))  # before one is too great for an array
+        return counts[0] if counts.count(counts[0]) == num_rows else np.array(counts, np.int64)
+
     def _length(self, num_tokens: Any) -> int:
         length = whole(num_tokens, "num_tokens of a sequence", least=0, error=SequenceError)
         self.sequences.check_columns(length)
@@ -382,14 +403,8 @@ def _take_back(books: Sequences, rows: list[int], step: Step | None) -> None:
         books.free(row)
 
 
-def _equal_count(sequences: Mapping[Sequence, int]) -> int:
-    counts = {whole(n, "num_new_tokens of a step", least=1, error=SequenceError) for n in sequences.values()}
-    if len(counts) > 1:
-        raise SequenceError(
-            f"all sequences of a step have equally many new tokens, but these have {sorted(counts)}; "
-            "open a step for each number"
-        )
-    return counts.pop() if counts else 1
+def _counts(num_new_tokens: Any) -> int | list[int]:
+    return whole_or_each(num_new_tokens, "num_new_tokens of a step", least=1, error=SequenceError)
 
 
 def _closed() -> ClosedError:

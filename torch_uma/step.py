@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Step:
-    """An open step: the pages for `num_new_tokens` more tokens of every sequence of a batch are reserved and staged.
+    """An open step: the pages for the new tokens of every sequence of a batch are reserved and staged.
 
     Made by `pool.begin()`, or by `pool.step()` together with a cache. `commit` or `abort` ends it. While it is open its
     pages do not move, and its sequences can be neither freed, cropped, forked nor used in another step.
@@ -35,7 +35,7 @@ class Step:
     Attributes:
         rows: [rows] int64, rows of the tables, in order.
         past: [rows] int64, tokens before the step.
-        num_new_tokens: tokens that each row takes.
+        num_new_tokens: tokens that each row takes: one number for all, or [rows] int64 where they differ.
         epoch: the number of the step.
         state_touched: set by whoever starts to change the states in place; if the step is then aborted, the sequences
             that had a state cannot go on before `crop(0)`.
@@ -60,7 +60,7 @@ class Step:
         "state_touched",
     )
 
-    def __init__(self, pool: CachePool, batch: Batch, num_new_tokens: int, epoch: int) -> None:
+    def __init__(self, pool: CachePool, batch: Batch, num_new_tokens: int | Int64Array, epoch: int) -> None:
         self.pool = pool
         self._guard = pool.guard
         self._books = books = pool.sequences
@@ -97,17 +97,18 @@ class Step:
         """Pages that `abort` would put back, -1 among them; None if there are none."""
         return self._growth.displaced
 
-    def entries(self, subpool: SubPool, positions: Tensor) -> Tensor:
+    def entries(self, subpool: SubPool, positions: Tensor, rows: Tensor | None = None) -> Tensor:
         """Physical entries of token positions: [rows, n] int64, of `positions` [rows, n] int64 on the pool's device.
 
-        -1 where a position is negative or has no page. Every new token with an entry must be written there, also one
-        that no later query reads. For a state, position 0 is the slot.
+        `rows` [rows] int64 there: rows of the tables, in any order and number; those of the batch by default. -1 where
+        a position is negative or has no page. Every new token with an entry must be written there, also one that no
+        later query reads. For a state, position 0 is the slot.
         """
         tables = self.pool.tables
         located: Tensor = torch.ops.torch_uma.locate(
             tables.page_table(subpool.index),
             tables.v2p,
-            self.rows_on_device,
+            self.rows_on_device if rows is None else rows,
             positions,
             subpool.page_size,
             subpool.tokens_per_entry,
@@ -120,7 +121,7 @@ class Step:
         Every row's own pages then reach over the longest row's tokens, those of this step included. Answered on the
         host.
         """
-        length = int(self.past.max()) + self.num_new_tokens
+        length = int(self._growth.new.max())
         return self._rows.run(subpool.index, -(-length // subpool.page_tokens))
 
     def slots(self) -> Int64Array:

@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
 from torch_uma.counts import whole
 from torch_uma.errors import PlanError, SequenceError
-from torch_uma.integrations.transformers.attention import is_used, text_config_of
+from torch_uma.integrations.transformers.attention import NAME, is_used, text_config_of
 from torch_uma.integrations.transformers.given import GivenStep
 from torch_uma.integrations.transformers.layers import AttentionLayer, StateLayer, make_layers, parts_of
 from torch_uma.integrations.transformers.places import StepPlaces
@@ -103,13 +104,31 @@ class UnifiedCache(Cache):
     def _of_step(cls, step: Step) -> UnifiedCache:
         """The cache of a step that is opened and closed by `pool.step`."""
         cache = cls.__new__(cls)
-        made_for = step.pool.made_for
-        config = text_config_of(None if made_for is None else made_for())
-        in_place = not _stores_tokens(step.pool.plan.layers) or is_used(config)  # states are views: nothing is fetched
+        # States are views: nothing is fetched.
+        in_place = not _stores_tokens(step.pool.plan.layers) or is_used(_config_of(step.pool))
         places = StepPlaces(step.pool, step, whole=True, in_place=in_place)
         cache._steps = GivenStep(places, step.pool)
         cache._bind(step.pool.plan.layers)
         return cache
+
+    @staticmethod
+    def _check_packed(pool: CachePool, counts: list[int]) -> None:
+        """SequenceError if the model cannot tell apart sequences with so many new tokens, packed into one batch row."""
+        state = next((subpool.name for subpool in pool.plan.subpools if subpool.is_state), None)
+        config = _config_of(pool)
+        if state is None and is_used(config):
+            return
+        if state is not None:
+            why, remedy = f"layers with a {state!r} would carry it from one into the next", ""
+        elif config is None:
+            why, remedy = "the pool was made of no model, or it is gone", "make the pool of the model, or "
+        else:
+            why = f"only attention by {NAME!r} tells them apart, and this model has {config._attn_implementation!r}"
+            remedy = f"call model.set_attn_implementation({NAME!r}), or "
+        raise SequenceError(
+            f"the sequences of a step with unequally many new tokens, {sorted(set(counts))}, are packed into one batch "
+            f"row, but {why}; {remedy}open a step for each number"
+        )
 
     def _bind(self, layers: Sequence[Layer]) -> None:
         super().__init__(layers=list(make_layers(layers, self._steps)))
@@ -129,9 +148,9 @@ class UnifiedCache(Cache):
 
     @property
     def batch_size(self) -> int:
-        """Number of rows, -1 if there are none yet."""
+        """Number of rows, of packed ones 1; -1 if there are none yet."""
         if isinstance(self._steps, GivenStep):
-            return self._steps.places.num_rows
+            return self._steps.places.batch_size
         return len(self._steps.rows) or -1
 
     @property
@@ -166,10 +185,10 @@ class UnifiedCache(Cache):
     def inputs(self) -> dict[str, torch.Tensor]:
         """What the model needs beside its input ids in a step of `pool.step`.
 
-        `position_ids` int64 [rows, num_new_tokens]; and, unless attention reads the arena, `attention_mask` int64
-        [rows, longest past + num_new_tokens], 0 in front of shorter rows, which are aligned at their ends. A forward
-        over rows that hold unequal numbers of tokens raises SequenceError if these were not asked for; some models, as
-        Bamba, need the positions for any rows.
+        `position_ids` int64 [rows, num_new_tokens], or [1, all new tokens] where they are packed; and, unless attention
+        reads the arena, `attention_mask` int64 [rows, longest past + num_new_tokens], 0 in front of shorter rows, which
+        are aligned at their ends. A forward over rows that hold or take unequal numbers of tokens raises SequenceError
+        if these were not asked for; some models, as Bamba, need the positions for any rows.
         """
         if not isinstance(self._steps, GivenStep):
             raise SequenceError("inputs() belongs to the cache of a pool.step(); generate() makes its own inputs")
@@ -209,7 +228,10 @@ class UnifiedCache(Cache):
         return self._steps.has_tokens()
 
     def get_seq_length(self, layer_idx: int = 0) -> int | torch.Tensor:  # type: ignore[override]  # a tensor in a trace
-        """Tokens of the longest row, also for a model of recurrent layers only."""
+        """Tokens of the longest row, also for a model of recurrent layers only.
+
+        Of packed rows [tokens] int64 instead: what a token's place is added to for its position, as models do.
+        """
         return self._steps.length()
 
     def expect(self, batch_size: int, max_tokens: int) -> None:
@@ -300,6 +322,11 @@ class UnifiedCache(Cache):
 
 _MADE_FOR: weakref.WeakKeyDictionary[CachePool, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 """The model or config last seen to store what a pool was made for, as it takes a forward to see."""
+
+
+def _config_of(pool: CachePool) -> PreTrainedConfig | None:
+    """The text config of the model that a pool was made of, None if it was made of a plan or the model is gone."""
+    return text_config_of(None if pool.made_for is None else pool.made_for())
 
 
 def _stores_tokens(layers: Sequence[Layer]) -> bool:

@@ -65,7 +65,9 @@ class GivenStep:
         if not self.places.step.is_open:
             raise SequenceError("the step of this cache has ended; open another one for the next forward")
         self._check_inputs()
-        check_shape(self.places.num_rows, like)
+        if self.places.packing is not None:
+            self.places.packing.check_forward(None if like is None else like.shape[0], num_new_tokens)
+        check_shape(self.places.batch_size, like)
         if num_new_tokens is not None and num_new_tokens != self.places.num_new_tokens:
             raise SequenceError(
                 f"the step was opened for {self.places.num_new_tokens} new tokens a sequence, "
@@ -79,7 +81,12 @@ class GivenStep:
         """A layer has stored its tokens; the step is closed by whoever opened it."""
 
     def length(self) -> int | torch.Tensor:
-        """Tokens that the longest sequence held before the step; a tensor for a trace that goes on for other steps."""
+        """Tokens that the longest sequence held before the step; a tensor for a trace that goes on for other steps.
+
+        Models count positions from it where they are not told, so in a packing it is [tokens], for each what it takes.
+        """
+        if self.places.packing is not None:
+            return self.places.packing.offsets
         if self.places.in_place and torch.compiler.is_compiling():
             return self.places.longest_past
         return self.places.max_past
@@ -106,8 +113,8 @@ class GivenStep:
     def _check_inputs(self) -> None:
         if self._lacks_inputs:
             raise SequenceError(
-                "the sequences of this step hold unequal numbers of tokens, so the forward needs the mask and the "
-                "position ids of **cache.inputs(): model(tokens, cache=cache, **cache.inputs())"
+                "the sequences of this step hold, or take, unequal numbers of tokens, so the forward needs the mask "
+                "and the position ids of **cache.inputs(): model(tokens, cache=cache, **cache.inputs())"
             )
 
 

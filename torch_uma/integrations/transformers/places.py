@@ -14,12 +14,14 @@ import numpy as np
 import torch
 
 from torch_uma.errors import SequenceError
+from torch_uma.integrations.transformers.packing import Packing
 from torch_uma.integrations.transformers.stores import StateStore, Tensors, TokenStore, grid_over, stores_of
 from torch_uma.layout import Chunk, Full, Lifetime, Window
 from torch_uma.ops.reads import Reads, plan_reads, plan_run
 from torch_uma.ops.reference import on_host
 from torch_uma.plan import SubPool
 from torch_uma.runs import Run
+from torch_uma.tables import Int64Array
 
 if TYPE_CHECKING:
     from torch_uma.pool import CachePool
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 class TokenPlaces:
     """Where one step's tokens lie in one sub-pool.
 
-    `write`: int64 entries [rows, num_new_tokens], -1 for a token that is not stored. `run`: the first page and the
+    `write`: int64 entries [batch, num_new_tokens], -1 for a token that is not stored. `run`: the first page and the
     pages from row to row, if every row's tokens lie one after the other. `appends`: new tokens follow those read,
     because not all of them are stored. `has_new`: attention in the arena is given new keys and values, as they may not
     be stored. A token that is alone is, and is read in the arena with the others, unless it may be the last to need
@@ -47,7 +49,8 @@ class StepPlaces:
     """Where everything lies that one step of the pool reads and writes.
 
     `whole`: prepare also what only a traced forward needs, and every layer's state at once. `in_place`: the model's
-    attention reads keys and values in the arena, so they are not fetched for it.
+    attention reads keys and values in the arena, so they are not fetched for it. A forward is over [batch_size,
+    num_new_tokens], which are the rows and what each takes, or, in a `packing`, 1 and what all take.
     """
 
     def __init__(self, pool: CachePool, step: Step, *, whole: bool, in_place: bool) -> None:
@@ -56,14 +59,21 @@ class StepPlaces:
         self.arena = pool.arena.bytes
         self.past = step.past
         self.max_past = int(step.past.max())
-        self.num_new_tokens: int = step.num_new_tokens
         self.num_rows = len(step.past)
+        self.packing: Packing | None = None
+        if isinstance(step.num_new_tokens, int):
+            self.batch_size, self.num_new_tokens = self.num_rows, step.num_new_tokens
+            self._most_new_tokens = step.num_new_tokens  # of one row
+        else:
+            self.packing = Packing(step, self.arena.device)
+            self.batch_size, self.num_new_tokens = 1, self.packing.num_tokens
+            self._most_new_tokens = int(step.num_new_tokens.max())
         # Of a compiled forward: one is to come; the calls that were traced; it has come to the last layer.
         self.is_announced = False
         self.traced: set[tuple[int, str, bool]] = set()
         self.is_traversed = False
         self.unused: int | None = None  # the layer whose reading was handed out last, until it is used
-        self.is_even = bool((step.past == self.max_past).all())
+        self.is_even = self.packing is None and bool((step.past == self.max_past).all())
         self.fresh = self.max_past == 0
         self.rows = step.rows_on_device
         self.v2p = pool.tables.v2p
@@ -77,7 +87,10 @@ class StepPlaces:
         self._copy: torch.Tensor | None = None  # of the states, [rows, page_bytes] uint8
         past = torch.from_numpy(step.past.astype(np.int64))
         self._past = past.to(self.arena.device).unsqueeze(1)  # [rows, 1]
-        self._positions = self._past + torch.arange(self.num_new_tokens, device=self.arena.device)
+        if self.packing is None:
+            self._positions = self._past + torch.arange(self.num_new_tokens, device=self.arena.device)
+        else:
+            self._positions = self.packing.positions
         self.plans_reads = in_place and on_host(self.arena)
         for subpool in pool.plan.subpools:
             if subpool.is_state:
@@ -97,7 +110,7 @@ class StepPlaces:
     @property
     def lengths(self) -> torch.Tensor:
         """[rows] int64, tokens of each row with those of the step."""
-        return self._past.squeeze(1) + self.num_new_tokens
+        return self._past.squeeze(1) + self.num_new_tokens if self.packing is None else self.packing.lengths
 
     @property
     def longest_past(self) -> torch.Tensor:
@@ -107,6 +120,8 @@ class StepPlaces:
     @property
     def query_starts(self) -> torch.Tensor:
         """[rows + 1] int64, the new tokens of the rows before each, and of all."""
+        if self.packing is not None:
+            return self.packing.query_starts
         return torch.arange(self.num_rows + 1, device=self.arena.device) * self.num_new_tokens
 
     def hand_out(self, layer: int) -> None:
@@ -163,8 +178,8 @@ class StepPlaces:
                 self.page_table(subpool).numpy(),
                 self.v2p.numpy(),
                 self.step.rows,
-                self.past + self.num_new_tokens,
-                np.arange(self.num_rows + 1) * self.num_new_tokens,
+                self.past + self.step.num_new_tokens,
+                self._token_starts(),
                 subpool.page_size,
                 window=lifetime.num_tokens if isinstance(lifetime, Window) else 0,
                 chunk=lifetime.num_tokens if isinstance(lifetime, Chunk) else 0,
@@ -175,8 +190,14 @@ class StepPlaces:
             known = self._reads[subpool.index] = (starts, reads)
         return known[1]
 
+    def _token_starts(self) -> Int64Array:
+        """`query_starts` on the host."""
+        if self.packing is not None:
+            return self.packing.token_starts
+        return np.arange(self.num_rows + 1) * self.num_new_tokens
+
     def inputs(self) -> Tensors:
-        """The position ids [rows, new]; and for attention to rows that are fetched, and aligned at their ends, the
+        """The position ids [batch, new]; and for attention to rows that are fetched, and aligned at their ends, the
         attention mask [rows, longest past + new].
         """
         if self.in_place:
@@ -227,17 +248,21 @@ class StepPlaces:
         lifetime = subpool.lifetime
         is_full = isinstance(lifetime, Full)
         # A new token that not even the next query needs is not stored.
-        appends = isinstance(lifetime, Window) and self.num_new_tokens >= lifetime.num_tokens
+        appends = isinstance(lifetime, Window) and self._most_new_tokens >= lifetime.num_tokens
         if isinstance(lifetime, Chunk):
-            new = self.past + self.num_new_tokens
+            new = self.past + self.step.num_new_tokens
             appends = bool((new - new % lifetime.num_tokens > self.past).any())
-        run = self.step.run(subpool) if is_full else None
+        run = self.step.run(subpool) if is_full and self.packing is None else None
         return TokenPlaces(
-            write=self.step.entries(subpool, self._positions) if run is None else self._entries_of(subpool, run),
+            write=self._entries(subpool) if run is None else self._entries_of(subpool, run),
             run=run if self.is_even else None,
             appends=appends,
             has_new=self.num_new_tokens > 1 or lifetime == Window(1) or isinstance(lifetime, Chunk),
         )
+
+    def _entries(self, subpool: SubPool) -> torch.Tensor:
+        """Those of the new tokens."""
+        return self.step.entries(subpool, self._positions) if self.packing is None else self.packing.entries(subpool)
 
     def _entries_of(self, subpool: SubPool, run: Run) -> torch.Tensor:
         """Those of the new tokens in a run, without a look at the page tables."""

@@ -58,7 +58,9 @@ class Reading(NamedTuple):
         and to the result instead (DeepSeek-V2, arXiv 2405.04434, section 2.1.2). PlanError for a projection that is no
         plain linear layer.
         """
-        if self.places.fresh and self.places.num_new_tokens > 1 and scores.indices is None:
+        # Where it is not the host that says what is read, the arena is looked at even if nothing is there.
+        is_all_new = self.places.plans_reads and self.places.fresh
+        if is_all_new and self.places.num_new_tokens > 1 and scores.indices is None:
             return self._attend(query, key, value, self.store.offsets_bytes, scores)
         projection = module.kv_b_proj
         assert isinstance(projection, torch.nn.Module)
@@ -120,13 +122,18 @@ class Reading(NamedTuple):
                 indices=None if scores.indices is None else scores.indices.flatten(0, -2),
                 **options,
             )
-        result: Tensor = attended.view(places.num_rows, places.num_new_tokens, *attended.shape[1:])
+        result: Tensor = attended.view(places.batch_size, places.num_new_tokens, *attended.shape[1:])
         return result
 
     def _options(self, scores: Scores) -> tuple[Tensor | None, dict[str, Any]]:
         """First tokens that are seen, and what the ops take of the scores. SequenceError where they cannot take it."""
         options: dict[str, Any] = {"softcap": scores.softcap, "sinks": scores.sinks}
         mask, bias = scores.mask, scores.bias
+        if self.places.packing is not None and not (mask is bias is scores.indices is None):
+            raise SequenceError(
+                "sequences that are packed into one batch row can only be attended to causally, without a mask, a bias "
+                "or a choice of keys; give the model **cache.inputs() alone, or open a step for each number of tokens"
+            )
         if mask is not None and mask.dtype == torch.int64 and mask.shape[1:] == (1, 1, 1):
             starts = mask.flatten()
             self._check_chunks(starts)
