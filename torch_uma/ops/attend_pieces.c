@@ -35,14 +35,16 @@ struct torch {
 
 /* Piece i is `counts[i]` tokens, for the query of packed token `tokens[i]`. They lie one after another from entry
    `entries[i]` on; or, where that is negative, in the entries `copied[starts[i]]` and so on, and are copied first.
-   Queries and results are [tokens or pieces, kv heads, group, dim], log-sum-exps the same without dim. */
+   `outs` are [pieces, kv heads, group, dim], `lses` the same without dim; in `query` tokens stand for the pieces. The
+   pieces of query j are `firsts[j]` up to `firsts[j + 1]`; where their results are to be merged, and `outs` are float,
+   that goes to `merged_outs` and `merged_lses`. */
 struct call {
     const struct torch *torch;
     const char *query, *keys, *values; /* keys and values of entry 0 */
-    char *out;
-    float *lse;
-    const int64_t *tokens, *counts, *entries, *starts, *copied;
-    int64_t num_pieces, num_heads, group, dim, entry_bytes;
+    char *outs;
+    float *lses, *merged_outs, *merged_lses;
+    const int64_t *tokens, *counts, *entries, *starts, *copied, *firsts;
+    int64_t num_pieces, num_queries, num_heads, group, dim, entry_bytes, num_threads;
     double scale;
     int32_t dtype, item_bytes;
     _Atomic int64_t next;
@@ -102,10 +104,10 @@ static int32_t attend(const struct call *call, int64_t piece) {
     error = error ? error : torch->strides(made[4], &lse_strides);
     for (int64_t head = 0; head < heads * group && !error; head++) {
         int64_t of_keys = head / group, in_group = head % group, at = piece * heads * group + head;
-        memcpy(call->out + at * dim * call->item_bytes,
+        memcpy(call->outs + at * dim * call->item_bytes,
                out + (of_keys * out_strides[1] + in_group * out_strides[2]) * call->item_bytes,
                (size_t)(dim * call->item_bytes));
-        call->lse[at] = lse[of_keys * lse_strides[1] + in_group * lse_strides[2]];
+        call->lses[at] = lse[of_keys * lse_strides[1] + in_group * lse_strides[2]];
     }
     for (int i = 0; i < 5; i++) {
         if (made[i] != NULL) {
@@ -129,37 +131,42 @@ static void share(int64_t begin, int64_t end, void *context) {
     }
 }
 
-/* Returns 0, or an error of torch's, or -1 where there is no memory for a copy. */
-int32_t torch_uma_attend_pieces(struct call *call, int64_t num_threads) {
-    int32_t error = call->torch->parallel_for(0, num_threads, 1, share, call);
-    return error ? error : call->error;
-}
-
-/* The results over all pieces of each query: those of query i are `firsts[i]` up to `firsts[i + 1]`. Arrays are as
-   above, with queries in place of pieces in what is written. */
-void torch_uma_merge_pieces(const float *outs, const float *lses, const int64_t *firsts, int64_t num_queries,
-                            int64_t num_heads, int64_t dim, float *out, float *lse) {
-    memset(out, 0, (size_t)(num_queries * num_heads * dim) * sizeof(float));
-    for (int64_t query = 0; query < num_queries; query++) {
-        for (int64_t head = 0; head < num_heads; head++) {
+/* The results over all pieces of each query. */
+void torch_uma_merge_pieces(const struct call *call) {
+    const float *outs = (const float *)call->outs;
+    int64_t heads = call->num_heads * call->group, dim = call->dim;
+    memset(call->merged_outs, 0, (size_t)(call->num_queries * heads * dim) * sizeof(float));
+    for (int64_t query = 0; query < call->num_queries; query++) {
+        for (int64_t head = 0; head < heads; head++) {
+            int64_t first = call->firsts[query], end = call->firsts[query + 1];
             float most = -INFINITY, total = 0;
-            for (int64_t piece = firsts[query]; piece < firsts[query + 1]; piece++) {
-                most = fmaxf(most, lses[piece * num_heads + head]);
+            for (int64_t piece = first; piece < end; piece++) {
+                most = fmaxf(most, call->lses[piece * heads + head]);
             }
             float level = most == -INFINITY ? 0 : most; /* a difference of infinities would be NaN */
-            float *sum = out + (query * num_heads + head) * dim;
-            for (int64_t piece = firsts[query]; piece < firsts[query + 1]; piece++) {
-                float weight = expf(lses[piece * num_heads + head] - level);
-                const float *row = outs + (piece * num_heads + head) * dim;
+            float *sum = call->merged_outs + (query * heads + head) * dim;
+            for (int64_t piece = first; piece < end; piece++) {
+                float weight = expf(call->lses[piece * heads + head] - level);
+                const float *out = outs + (piece * heads + head) * dim;
                 total += weight;
                 for (int64_t i = 0; i < dim; i++) {
-                    sum[i] += weight * row[i];
+                    sum[i] += weight * out[i];
                 }
             }
             for (int64_t i = 0; i < dim && total > 0; i++) {
                 sum[i] /= total;
             }
-            lse[query * num_heads + head] = level + logf(total);
+            call->merged_lses[query * heads + head] = level + logf(total);
         }
     }
+}
+
+/* Returns 0, or an error of torch's, or -1 where there is no memory for a copy. */
+int32_t torch_uma_attend_pieces(struct call *call) {
+    int32_t error = call->torch->parallel_for(0, call->num_threads, 1, share, call);
+    error = error ? error : call->error;
+    if (!error && call->merged_outs != NULL) {
+        torch_uma_merge_pieces(call);
+    }
+    return error;
 }

@@ -20,13 +20,18 @@ from torch_uma.ops.pieces import Pieces
 _DTYPES = {torch.float16: 5, torch.float32: 6, torch.bfloat16: 15}
 
 
+_ARRAYS = ("tokens", "counts", "entries", "starts", "copied", "firsts")
+
+
 class _Call(ctypes.Structure):
     """`struct call` of attend_pieces.c."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("torch", "query", "keys", "values", "out", "lse")),
-        *((name, ctypes.c_void_p) for name in ("tokens", "counts", "entries", "starts", "copied")),
-        *((name, ctypes.c_int64) for name in ("num_pieces", "num_heads", "group", "dim", "entry_bytes")),
+        *((name, ctypes.c_void_p) for name in ("torch", "query", "keys", "values")),
+        *((name, ctypes.c_void_p) for name in ("outs", "lses", "merged_outs", "merged_lses")),
+        *((name, ctypes.c_void_p) for name in _ARRAYS),
+        *((name, ctypes.c_int64) for name in ("num_pieces", "num_queries", "num_heads", "group", "dim")),
+        *((name, ctypes.c_int64) for name in ("entry_bytes", "num_threads")),
         ("scale", ctypes.c_double),
         *((name, ctypes.c_int32) for name in ("dtype", "item_bytes")),
         ("next", ctypes.c_int64),
@@ -50,36 +55,58 @@ def attend_pieces(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """What `attend_reads` gives, where keys and values are as wide as the queries, and of their dtype."""
-    library, functions = native(), torch_functions()
-    assert library is not None and functions is not None
-    num_tokens, num_heads, dim = query.shape
+    library = native()
+    assert library is not None
     query = query.contiguous()
+    num_tokens, num_heads, dim = query.shape
     num_pieces, num_queries = len(pieces.tokens), len(pieces.queries)
-    outs = query.new_empty((num_pieces, num_heads, dim))
-    lses = query.new_empty((num_pieces, num_heads), dtype=torch.float32)
+    call = _prepare(pieces, query.dtype, num_heads, num_kv_heads, dim, entry_bytes, scale)
+    out = outs = query.new_empty((num_pieces, num_heads, dim))
+    lse = lses = query.new_empty((num_pieces, num_heads), dtype=torch.float32)
     first = arena.data_ptr() + origin_bytes
-    numbers = (pieces.tokens, pieces.counts, pieces.entries, pieces.starts, pieces.copied)
-    call = _Call(
-        *(ctypes.addressof(functions), query.data_ptr(), *(first + offset for offset in offsets_bytes)),
-        *(outs.data_ptr(), lses.data_ptr(), *(each.ctypes.data for each in numbers)),
-        *(num_pieces, num_kv_heads, num_heads // num_kv_heads, dim, entry_bytes),
-        *(scale, _DTYPES[query.dtype], query.element_size(), 0, 0),
-    )
-    error = library.torch_uma_attend_pieces(ctypes.byref(call), ctypes.c_int64(torch.get_num_threads()))
+    call.query, call.keys, call.values = query.data_ptr(), first + offsets_bytes[0], first + offsets_bytes[1]
+    call.outs, call.lses, call.num_threads = outs.data_ptr(), lses.data_ptr(), torch.get_num_threads()
+    is_merged = num_queries < num_pieces
+    if is_merged:
+        out = query.new_empty((num_queries, num_heads, dim), dtype=torch.float32)
+        lse = lses.new_empty((num_queries, num_heads))
+        if query.dtype == torch.float32:
+            call.merged_outs, call.merged_lses = out.data_ptr(), lse.data_ptr()
+    error = library.torch_uma_attend_pieces(ctypes.byref(call))
     if error:
         raise RuntimeError(f"attention over {num_pieces} pieces of keys failed with error {error} of torch's")
-    out, lse = outs, lses
-    if num_queries < num_pieces:
-        outs = outs.float()
-        out, lse = outs.new_empty((num_queries, num_heads, dim)), lses.new_empty((num_queries, num_heads))
-        library.torch_uma_merge_pieces(
-            *(ctypes.c_void_p(each) for each in (outs.data_ptr(), lses.data_ptr(), pieces.firsts.ctypes.data)),
-            *(ctypes.c_int64(each) for each in (num_queries, num_heads, dim)),
-            *(ctypes.c_void_p(each.data_ptr()) for each in (out, lse)),
-        )
+    if is_merged and query.dtype != torch.float32:
+        wide = outs.float()
+        call.outs, call.merged_outs, call.merged_lses = wide.data_ptr(), out.data_ptr(), lse.data_ptr()
+        library.torch_uma_merge_pieces(ctypes.byref(call))
         out = out.to(query.dtype)
     if num_queries == num_tokens:
         return out, lse
     queries = torch.from_numpy(pieces.queries)
     all_out = query.new_zeros(query.shape).index_copy_(0, queries, out)
     return all_out, lse.new_full((num_tokens, num_heads), -math.inf).index_copy_(0, queries, lse)
+
+
+def _prepare(
+    pieces: Pieces, dtype: torch.dtype, num_heads: int, num_kv_heads: int, dim: int, entry_bytes: int, scale: float
+) -> _Call:
+    """The call, but for the addresses of a layer; what layers have in common is put together once."""
+    shape = (dtype, num_heads, num_kv_heads, dim, entry_bytes, scale)
+    template = pieces.calls.get(shape)
+    if template is None:
+        functions = torch_functions()
+        assert functions is not None
+        template = pieces.calls[shape] = _Call(
+            torch=ctypes.addressof(functions),
+            num_pieces=len(pieces.tokens),
+            num_queries=len(pieces.queries),
+            num_heads=num_kv_heads,
+            group=num_heads // num_kv_heads,
+            dim=dim,
+            entry_bytes=entry_bytes,
+            scale=scale,
+            dtype=_DTYPES[dtype],
+            item_bytes=dtype.itemsize,
+            **{name: getattr(pieces, name).ctypes.data for name in _ARRAYS},
+        )
+    return _Call.from_buffer_copy(template)

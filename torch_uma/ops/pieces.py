@@ -5,7 +5,8 @@ Owns how stretches become pieces: long ones are cut, so that threads get equally
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,6 +39,7 @@ class Pieces:
         copied: int64, the entries of all copied keys.
         queries: int64 [queries], the packed tokens that see anything, ascending.
         firsts: int64 [queries + 1], the first piece of each, and the number of all.
+        calls: what whoever applies them keeps for the next layer.
     """
 
     tokens: Int64Array
@@ -47,6 +49,7 @@ class Pieces:
     copied: Int64Array
     queries: Int64Array
     firsts: Int64Array
+    calls: dict[tuple[object, ...], Any] = field(default_factory=dict, compare=False, repr=False)
 
 
 def cut(stretches: Stretches, query_tokens: Int64Array, token_bytes: int) -> Pieces:
