@@ -100,9 +100,10 @@ class Reading(NamedTuple):
         dims = (key.shape[-1], value.shape[-1])
         what: tuple[Any, ...] = (offsets_bytes, dims, key.shape[1], self.store.dtypes, scores.scale)
         packed = _packed(query)
-        if not torch.compiler.is_compiling():
+        is_traced = torch.compiler.is_compiling()
+        if not is_traced:
             places.unused = None
-        if places.plans_reads and scores.indices is None and not torch.compiler.is_compiling():
+        if places.plans_reads and scores.indices is None and not is_traced:
             attended, _ = attend_reads(places.arena, packed, places.reads(self.store, starts), *where, *what, **options)
         else:
             attended, _ = torch.ops.torch_uma.attend(
