@@ -115,13 +115,16 @@ class Step:
         return located
 
     def run(self, subpool: SubPool) -> Run | None:
-        """(first page of row 0, pages from row to row) if one strided view covers every row's tokens, else None.
+        """(page 0 of row 0, pages from row to row) if one strided view covers what every row's tokens read, else None.
 
-        Every row's own pages then reach over the longest row's tokens, those of this step included. Answered on the
-        host.
+        Every row's own pages then reach over the longest row's tokens, those of this step included. Where tokens in
+        front are gone, page 0 is where it would be; then all rows are equally long. Answered on the host.
         """
-        length = int(self.past.max()) + self.num_new_tokens
-        return self._rows.run(subpool.index, -(-length // subpool.page_tokens))
+        past = int(self.past.max())
+        first = subpool.lifetime.first_needed(past) // subpool.page_tokens
+        if first and (self.past != past).any():
+            return None
+        return self._rows.run(subpool.index, first, -(-(past + self.num_new_tokens) // subpool.page_tokens))
 
     def slots(self) -> Int64Array:
         """[rows] int64, the physical page of every row's state."""

@@ -40,7 +40,7 @@ class UnifiedCache(Cache):
     batch needs for `max_tokens` each, sized for the first batch and no more: give memory= if you will fork, beam or
     batch more; it moves into a roomier pool where a step of several tokens reads one window and leaves another. Without
     both it takes half of the free memory. It logs what it took at INFO. With `max_tokens` the keys
-    and values of full attention are handed over as views with no copy. `page_size` (16),
+    and values are handed over as views with no copy, for which stock attention takes two windows of room a row. `page_size` (16),
     `max_sequences` (rows, forks and beams that can exist at once; at least 256 by default), `dtype` (of activations)
     and `device` (those of the model) are for the pool that it makes. PlanError for a pool made for another model.
 
@@ -80,11 +80,17 @@ class UnifiedCache(Cache):
         device = device if device is not None else getattr(model_or_config, "device", None)
         page_entries = 16 if page_size is None else page_size
 
+        config, has_attention = text_config_of(model_or_config), _stores_tokens(layers)
+
+        def is_in_place() -> bool:
+            return not has_attention or is_used(config)
+
         def make_pool(num_rows: int, tensor_device: torch.device, max_tokens: int | None, is_roomy: bool) -> CachePool:
             on = tensor_device if device is None else torch.device(device)
             options: dict[str, Any] = {"max_sequences": max_sequences or max(256, 4 * num_rows), "device": on}
             if memory is None and max_tokens is not None:
-                made = CachePool(plan_for(layers, num_rows, max_tokens, is_roomy, page_entries, on), **options)
+                made_roomy = is_roomy or not is_in_place()  # the same room as that in which windows slide
+                made = CachePool(plan_for(layers, num_rows, max_tokens, made_roomy, page_entries, on), **options)
             else:
                 made = CachePool(layers, memory=memory, page_size=page_entries, **options)
             _log.info("took %d bytes on %s for a cache of %d rows", made.plan.arena_bytes, on, num_rows)
@@ -93,10 +99,7 @@ class UnifiedCache(Cache):
         if pool is None and memory is not None:
             pool = make_pool(1, torch.get_default_device(), max_tokens, False)
         rows = CacheRows(make_pool, pool=pool, max_tokens=max_tokens)
-        config, has_attention = text_config_of(model_or_config), _stores_tokens(layers)
-        self._steps: OwnSteps | GivenStep = OwnSteps(
-            rows, parts_of(layers), lambda: not has_attention or is_used(config)
-        )
+        self._steps: OwnSteps | GivenStep = OwnSteps(rows, parts_of(layers), is_in_place)
         self._bind(layers)
 
     @classmethod

@@ -231,7 +231,9 @@ class StepPlaces:
         if isinstance(lifetime, Chunk):
             new = self.past + self.num_new_tokens
             appends = bool((new - new % lifetime.num_tokens > self.past).any())
-        run = self.step.run(subpool) if is_full else None
+        # Attention in place takes runs of windows as they come, and no room for them.
+        is_viewed = isinstance(lifetime, Window) and not self.in_place and not appends
+        run = self.step.run(subpool) if is_full or is_viewed else None
         return TokenPlaces(
             write=self.step.entries(subpool, self._positions) if run is None else self._entries_of(subpool, run),
             run=run if self.is_even else None,

@@ -244,10 +244,10 @@ class OwnSteps:
         assert self.pool is not None
         _NEWEST[self.pool] = ref(self)
         try:
-            step = self.rows.begin(num_new_tokens)
+            in_place = self.in_place
+            step = self.rows.begin(num_new_tokens, as_views=not in_place)
             _NEWEST[self.pool] = ref(self)  # the rows may have moved into another one
             try:
-                in_place = self.in_place
                 self._open = StepPlaces(self.pool, step, whole=in_place, in_place=in_place)
             except BaseException:
                 step.abort()
