@@ -194,6 +194,11 @@ class CacheRows:
                     message += f", which is more than the max_tokens={self.max_tokens} that the cache was made for"
                 raise OutOfMemory(message, error.quote) from error
 
+    @property
+    def may_have_runs(self) -> bool:
+        """Whether the pages of all rows may come to lie in runs: not once rows were forked or selected."""
+        return self._room_tokens < sys.maxsize or not self.sequences
+
     def state(self, layer: int, name: str) -> torch.Tensor | None:
         """A copy of the state row `name` of `layer`, [rows, *shape]; None while no row has one."""
         if self.pool is None or self.length == 0:
@@ -248,7 +253,7 @@ class CacheRows:
         self._room_tokens = self._window_tokens = sys.maxsize
 
     def _make_room(self, num_tokens: int) -> None:
-        """Asks for room in one run before the rows outgrow theirs: for `max_tokens`, or twice what they need now."""
+        """Asks for room in one run before the rows outgrow theirs: for `max_tokens`, or the next power of two."""
         assert self.pool is not None and self._batch is not None
         if num_tokens <= self._room_tokens or not any(
             isinstance(subpool.lifetime, Full) for subpool in self.pool.plan.subpools
@@ -271,7 +276,7 @@ class CacheRows:
         """How long rows of `num_tokens` are going to be, as far as anybody knows."""
         if self.max_tokens is not None and num_tokens <= self.max_tokens:
             return self.max_tokens
-        return 2 * num_tokens
+        return 1 << num_tokens.bit_length()  # of few sizes, as a compiled forward is made for each
 
 
 def _closed_error() -> ClosedError:
