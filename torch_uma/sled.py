@@ -11,7 +11,7 @@ import numpy as np
 
 from torch_uma.books import Sequences
 from torch_uma.lifespans import spread
-from torch_uma.runs import Run, consecutive, find_run, plan_waves, set_end
+from torch_uma.runs import consecutive, find_run, plan_waves, set_end
 from torch_uma.tables import Int64Array
 
 
@@ -34,7 +34,10 @@ def slide_windows(books: Sequences, rows: Int64Array, num_new_tokens: int, num_t
         first, most = int(books.first[k, rows[0]]), 2 * window_pages
         need = min(-(-(length + num_new_tokens) // page_tokens) - first, most)
         wanted = min(-(-longest // page_tokens) - first, most)
-        if find_run(books, rows, k, first, first + need) is not None or _Sled(books, rows, k).make_room(need, wanted):
+        stride = min(-(-longest // page_tokens), most)  # always the same, as compiled steps are made for one
+        run = find_run(books, rows, k, first, first + need)
+        is_there = run is not None and (len(rows) == 1 or run[1] == stride)
+        if is_there or _Sled(books, rows, k).make_room(wanted, stride):
             reached.append(int(books.end[k, rows[0]]) * page_tokens)
         else:
             reached.append(length + window_pages * page_tokens)
@@ -65,23 +68,28 @@ class _Sled:
         set_end(self.books, self.rows, self.k, self.filled)
         return True
 
-    def make_room(self, need: int, wanted: int) -> bool:
-        """Hold at least `need` and up to `wanted` columns in one run, if that can be had."""
+    def make_room(self, wanted: int, stride: int) -> bool:
+        """Hold `wanted` columns in one run, rows `stride` pages apart, if that can be had."""
         books, allocator, k = self.books, self.books.allocator, self.k
         first, num_live = int(self.first[0]), int(self.filled[0] - self.first[0])
         columns = books.tables.origin[k, self.rows][:, None] + first
         live = books.tables.mirror[columns + np.arange(num_live)].astype(np.int64)
         if not num_live:
-            return self._start(wanted, columns)
+            return self._start(stride, columns)
         if (live < 0).any() or len(np.unique(live)) < live.size:  # a gap, or a page that two of the rows share
             return False
         sources = allocator.v2p[live].astype(np.int64)
         pinned = allocator.room.pinned_places(k) - allocator.id_base[k]
         room = allocator.v2p[books.tables.mirror[self.room_cells]].astype(np.int64)
         free = np.union1d(allocator.free_places(k), np.setdiff1d(room, pinned))
-        goals = self._goals(sources, free, find_run(books, self.rows, k, first, first + num_live), need, wanted)
-        if goals is None:
-            return False
+        run = find_run(books, self.rows, k, first, first + num_live)
+        goals = self._places(int(sources[0, 0]), stride, wanted)
+        stays = run is not None and (len(self.rows) == 1 or run[1] == stride)
+        if not stays or not np.isin(goals[:, num_live:], free).all():
+            starts = consecutive(np.union1d(free, sources), goals.shape[0] * stride)
+            if not len(starts):
+                return False
+            goals = self._places(int(starts[0]), stride, wanted)
         moving = sources != goals[:, :num_live]
         if np.isin(sources[moving], pinned).any():
             return False
@@ -96,24 +104,11 @@ class _Sled:
         self._hold(allocator.reserve_at(k, goals[:, num_live:].ravel()), columns + np.arange(num_live, goals.shape[1]))
         return True
 
-    def _goals(
-        self, sources: Int64Array, free: Int64Array, run: Run | None, need: int, wanted: int
-    ) -> Int64Array | None:
-        """The places [rows, columns] of a run, which are all `free` or among the `sources` of what is live."""
-        num_rows, num_live = sources.shape
-        if run is not None:  # which stays, if the places behind what is live are free
-            stride = wanted if num_rows == 1 else run[1]
-            goals = self._places(int(sources[0, 0]), stride, min(stride, wanted))
-            if goals.shape[1] >= need and np.isin(goals[:, num_live:], free).all():
-                return goals
-        starts = consecutive(np.union1d(free, sources), num_rows * wanted)
-        return self._places(int(starts[0]), wanted, wanted) if len(starts) else None
-
-    def _start(self, wanted: int, columns: Int64Array) -> bool:
+    def _start(self, stride: int, columns: Int64Array) -> bool:
         """`make_room` for rows without tokens."""
         allocator = self.books.allocator
         demand = [0] * len(allocator.bands)
-        demand[self.k] = len(self.rows) * wanted
+        demand[self.k] = len(self.rows) * stride
         if not allocator.quote(demand).fits:
             return False
         ids = allocator.reserve(demand, runs=(self.k,))
@@ -121,7 +116,7 @@ class _Sled:
             allocator.release(ids)
             return False
         self.give_back()
-        self._hold(ids, columns + np.arange(wanted))
+        self._hold(ids, columns + np.arange(stride))
         return True
 
     def _places(self, start: int, stride: int, room: int) -> Int64Array:

@@ -94,9 +94,11 @@ def _view(store: TokenStore, num_rows: int, start: int, num_columns: int, run: R
     first_page, pages_between_rows = run
     views = []
     for grid in store.grids:  # [pages, page_size, *shape]
+        # A row that is alone has a stride too, for which graphs are made.
+        between_rows = pages_between_rows * grid.stride(0) if num_rows > 1 else num_columns * grid.stride(1)
         view = grid.as_strided(
             (num_rows, num_columns, *grid.shape[2:]),
-            (pages_between_rows * grid.stride(0), *grid.stride()[1:]),
+            (between_rows, *grid.stride()[1:]),
             grid.storage_offset() + first_page * grid.stride(0) + start * grid.stride(1),
         )
         views.append(view.transpose(1, 2) if grid.dim() == 4 else view)
