@@ -77,6 +77,9 @@ def test_what_the_usage_page_does(name):
         batch = pool.batch([first, second])
         run_block("docs/usage.md", 1, batch=batch, pool=pool, model=model, input_ids=torch.tensor([[1], [2]]))
         assert (first.length, second.length) == (6, 8)
+        given = {"batch": batch, "pool": pool, "compiled": model, "max_tokens": 64, "torch": torch}
+        run_block("docs/usage.md", 2, input_ids=torch.tensor([[1], [2]]), **given)
+        assert (first.length, second.length) == (7, 9)
         pool.check()
 
 

@@ -179,12 +179,28 @@ def test_keys_are_converted_if_they_are_stored_otherwise() -> None:
 
 def test_a_cache_says_whether_its_keys_can_have_a_fixed_size() -> None:
     model = models.build("mistral", attention="sdpa")
+    inputs = prompts((9, 9))
     cache = UnifiedCache(model, max_tokens=MAX_TOKENS)
     steps = cache._steps
-    assert isinstance(steps, OwnSteps) and steps.may_read_fixed
-    generate(model, prompts((9, 9)), cache=cache, max_new_tokens=5)
-    assert steps.may_read_fixed
+    assert isinstance(steps, OwnSteps) and not steps.reads_fixed
+    config = compile_config(Graphs(aot_eager))
+    generate(model, inputs, cache=cache, max_new_tokens=5, compile_config=config)
+    assert steps.reads_fixed and cache.is_compileable
     cache.reorder_cache(torch.tensor([0, 0]))
-    assert not steps.may_read_fixed
-    fork = copy.deepcopy(cache)
-    assert not fork._steps.may_read_fixed
+    assert not steps.reads_fixed
+    cache.reset()
+    generate(model, inputs, cache=cache, max_new_tokens=5)  # is not going to compile
+    assert not steps.reads_fixed
+
+
+def test_generate_compiles_what_can_have_a_fixed_size() -> None:
+    for name, attention, compiles in (
+        ("mistral", "sdpa", True),
+        ("llama4", "sdpa", False),
+        ("llama4", "torch_uma", True),
+    ):
+        model = models.build(name, attention=attention)
+        cache = UnifiedCache(model, max_tokens=MAX_TOKENS)
+        config = copy.deepcopy(model.generation_config)
+        config.compile_config = compile_config(Graphs(aot_eager))
+        assert model._valid_auto_compile_criteria({"cache": cache}, config) == compiles

@@ -150,7 +150,7 @@ class UnifiedCache(Cache):
 
     @property
     def is_compileable(self) -> bool:
-        """Whether a decode step is one graph, as attention reads the arena or keys of a fixed size, or there is none.
+        """Whether a decode step is one graph: attention reads the arena, or keys of a fixed size, or there is none.
 
         `generate()` asks this before every forward. A model without attention says nothing else of one that is
         compiled, so the step of its next token begins with the question. On a CPU, where transformers does not compile
@@ -166,7 +166,7 @@ class UnifiedCache(Cache):
                 steps.is_compiled = is_compiled and self._may_be_fixed
         if steps.in_place or (steps.pool is not None and steps.pool.device.type == "cpu"):
             return True
-        return steps.reads_fixed if isinstance(steps, GivenStep) else steps.may_read_fixed and self._may_be_fixed
+        return steps.reads_fixed
 
     def _finish(self) -> None:
         """Writes back what the forward of a `pool.step` changed in copies."""

@@ -68,7 +68,8 @@ def fixed_tokens(step: Step, stores: tuple[Store, ...]) -> dict[int, FixedTokens
                 return None
             extents[subpool.index] = extent
     for k, (start, num_columns, _) in extents.items():
-        step.clear_behind(step.pool.plan.subpools[k], start + num_columns)
+        if start + num_columns > past + 1:  # a window that is full ends with the new token
+            step.clear_behind(step.pool.plan.subpools[k], start + num_columns)
     return {
         layer: _view(store.tokens, len(step.past), *extents[store.tokens.subpool.index])
         for layer, store in enumerate(stores)

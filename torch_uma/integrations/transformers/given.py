@@ -45,8 +45,8 @@ class GivenStep:
 
     @property
     def reads_fixed(self) -> bool:
-        """Whether a traced forward reads keys of a fixed size."""
-        return self.places.fixed is not None
+        """Whether the forward reads keys of a fixed size: one that is traced does, where they can be had."""
+        return torch.compiler.is_compiling() and self.places.fixed is not None
 
     def inputs(self) -> dict[str, torch.Tensor]:
         """The position ids and, for attention that needs it, the mask: rows of unequal past go wrong without them."""

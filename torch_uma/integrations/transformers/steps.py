@@ -228,11 +228,11 @@ class OwnSteps:
         return places.mask_sizes(layer)
 
     @property
-    def may_read_fixed(self) -> bool:
-        """Whether the forward that runs reads keys of a fixed size; if none does, whether one that is compiled may."""
+    def reads_fixed(self) -> bool:
+        """Whether the forward that runs reads keys of a fixed size; if none runs, whether the next may."""
         if torch.compiler.is_compiling() or in_forward():
             return self._open is not None and self._open.is_fixed and not self._is_complete()
-        return self.rows.may_have_runs
+        return self.is_compiled and self.rows.may_have_runs
 
     def at_rest(self) -> CacheRows:
         """The rows, to be looked at or changed by another than a forward."""
