@@ -77,10 +77,13 @@ def test_what_the_usage_page_does(name):
         batch = pool.batch([first, second])
         run_block("docs/usage.md", 2, batch=batch, pool=pool, model=model, input_ids=torch.tensor([[1], [2]]))
         assert (first.length, second.length) == (6, 8)
+        given = {"batch": batch, "pool": pool, "compiled": model, "max_tokens": 64, "torch": torch}
+        run_block("docs/usage.md", 3, input_ids=torch.tensor([[1], [2]]), **given)
+        assert (first.length, second.length) == (7, 9)
         if name == "gpt_oss":
             new = [prompts((length,))["input_ids"] for length in (1, 130)]
             run_block("docs/usage.md", 1, first=first, second=second, pool=pool, model=model, new=new)
-            assert (first.length, second.length) == (7, 138)
+            assert (first.length, second.length) == (8, 139)
         pool.check()
 
 

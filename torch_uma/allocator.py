@@ -143,6 +143,22 @@ class Allocator:
         band.count_live(1)
         return page_id
 
+    def reserve_at(self, index: int, pages: PageArray) -> PageArray:
+        """Take these free places of `free_places(index)`, each named once; returns their ids, int64. Moves nothing."""
+        band, count = self.bands[index], len(pages)
+        if not count:
+            return np.empty(0, np.int64)
+        band.extend(min(band.low, int(pages.min())), max(band.high, int(pages.max()) + 1))
+        band.claim_holes(pages)
+        band.num_free_ids -= count
+        ids = band.ids[band.num_free_ids : band.num_free_ids + count].astype(np.int64)
+        tables = self.tables
+        tables.v2p[ids] = pages
+        tables.owner[band.base + pages] = ids
+        tables.occupied[band.base + pages] = 1
+        band.count_live(count)
+        return ids
+
     def release(self, pages: npt.NDArray[np.integer] | Sequence[int], *, subpool: int | None = None) -> None:
         """Give pages back, of any mix of sub-pools (with `subpool`, of that one alone).
 

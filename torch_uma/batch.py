@@ -35,7 +35,7 @@ class Rows:
         self.numbers = numbers
         self._pool = pool
         self._tensor: Tensor | None = None
-        self._runs: dict[int, tuple[tuple[int, int, int], Run | None]] = {}
+        self._runs: dict[int, tuple[tuple[int, int, int, int], Run | None]] = {}
         self._num_steps = 0  # since states were last moved
         self._num_steps_worth: float | None = None  # so many copies of the states cost as much as it does to move them
         self._state_cells: Int64Array | None = None
@@ -49,13 +49,13 @@ class Rows:
                 self._tensor = keep_address(torch.from_numpy(self.numbers).to(self._pool.device))
         return self._tensor
 
-    def run(self, k: int, num_pages: int) -> Run | None:
+    def run(self, k: int, first: int, end: int) -> Run | None:
         """`find_run` of these rows, remembered while nothing moves and no row holds other pages."""
         books = self._pool.sequences
-        state = (books.allocator.layout_version, books.tables.version, num_pages)
+        state = (books.allocator.layout_version, books.tables.version, first, end)
         known = self._runs.get(k)
         if known is None or known[0] != state:
-            known = self._runs[k] = (state, find_run(books, self.numbers, k, num_pages))
+            known = self._runs[k] = (state, find_run(books, self.numbers, k, first, end))
         return known[1]
 
     def align_states(self, step: Step) -> None:

@@ -54,6 +54,7 @@ class Sequences:
         limits: both of these in one array [2 * sub-pools, rows], so that a step asks both with one look.
         flat_origin, flat_first ...: the same arrays, addressed by sub-pool * rows + row.
         references: [num_ids] int32, rows that refer to a page, and open steps that may have to put it back.
+        is_clear: [num_ids] bool, behind its last token the page was cleared since it was taken, for who reads it whole.
         num_shared: references beyond the first, over all pages; 0 means that nothing is shared.
         may_share: [rows] bool, the last page or the state may be another row's too, so that a write needs a look.
         torn: [rows] bool, an aborted step has left the state half written.
@@ -78,6 +79,7 @@ class Sequences:
         self.flat_capacity = self.capacity.reshape(-1)
         self.flat_last_needing = self.last_needing.reshape(-1)
         self.references = np.zeros(allocator.id_base[-1], np.int32)
+        self.is_clear = np.zeros(allocator.id_base[-1], np.bool_)
         self.num_shared = 0
         self.may_share = np.zeros(num_rows, np.bool_)
         self.torn = np.zeros(num_rows, np.bool_)
@@ -123,6 +125,7 @@ class Sequences:
             else:
                 self.references[ids] = 0
             if len(ids):
+                self.is_clear[ids] = False
                 self.allocator.release(ids)
 
     def share(self, ids: IdArray) -> None:

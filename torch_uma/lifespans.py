@@ -24,14 +24,15 @@ class Lifespans:
     Attributes:
         page_tokens: [sub-pools] int64; `NEVER` for a state, whose page holds any number of tokens.
         paged, states: indexes of the sub-pools that hold tokens, and of those that hold states.
-        full: indexes of the paged sub-pools that keep every token.
+        window: [sub-pools] int64 tokens; `NEVER` for what is no window.
+        full, windows: indexes of the paged sub-pools that keep every token, and of those that keep a window.
     """
 
     def __init__(self, plan: Plan) -> None:
         subpools = plan.subpools
         self.num_subpools = len(subpools)
         self.page_tokens = np.array([NEVER if s.is_state else s.page_tokens for s in subpools], np.int64)
-        self._window = np.array(
+        self.window = np.array(
             [s.lifetime.num_tokens if isinstance(s.lifetime, Window) else NEVER for s in subpools], np.int64
         )
         self._chunk = np.array(
@@ -39,7 +40,8 @@ class Lifespans:
         )
         self.paged = tuple(s.index for s in subpools if not s.is_state)
         self.states = tuple(s.index for s in subpools if s.is_state)
-        self.full = tuple(k for k in self.paged if self._window[k] == NEVER and self._chunk[k] == NEVER)
+        self.full = tuple(k for k in self.paged if self.window[k] == NEVER and self._chunk[k] == NEVER)
+        self.windows = tuple(k for k in self.paged if self.window[k] < NEVER)
         # So few new tokens take at most one page more and never leave a gap in front of it.
         self.step_tokens = max(1, min((int(self.page_tokens[k]) for k in self.paged), default=NEVER) - 1)
 
@@ -48,9 +50,14 @@ class Lifespans:
         num_pages: Int64Array = -(-lengths // self.page_tokens[k])
         return num_pages
 
+    def window_pages(self, k: int) -> int:
+        """Pages of what one query reads of a window, wherever it begins within a page."""
+        page_tokens = int(self.page_tokens[k])
+        return (int(self.window[k]) + page_tokens - 2) // page_tokens + 1
+
     def first_needed_page(self, k: Int64Array, lengths: Int64Array) -> Int64Array:
         """First column that a query at position `lengths` reads."""
-        needed = np.maximum(lengths + 1 - self._window[k], lengths - lengths % self._chunk[k])
+        needed = np.maximum(lengths + 1 - self.window[k], lengths - lengths % self._chunk[k])
         pages: Int64Array = needed // self.page_tokens[k]
         return pages
 
@@ -58,7 +65,7 @@ class Lifespans:
         """The greatest length at which column `pages` is still needed."""
         end = (pages + 1) * self.page_tokens[k]
         chunk = self._chunk[k]
-        last: Int64Array = np.minimum(end + self._window[k] - 2, -(-end // chunk) * chunk - 1)
+        last: Int64Array = np.minimum(end + self.window[k] - 2, -(-end // chunk) * chunk - 1)
         return last
 
 

@@ -32,6 +32,7 @@ from torch_uma.placement import Quote
 from torch_uma.recount import recount
 from torch_uma.runs import extend_runs
 from torch_uma.sequence import Sequence
+from torch_uma.sled import give_back, slide_windows
 from torch_uma.stats import Stats
 from torch_uma.step import Step
 from torch_uma.tables import Int64Array, Tables
@@ -172,6 +173,23 @@ class CachePool:
         num_tokens = whole(num_tokens, "num_tokens of a sequence", least=0, error=SequenceError)
         if len(rows):
             extend_runs(self.sequences, rows, min(num_tokens, self.tables.max_tokens))
+
+    def slide_windows(self, sequences: Batch | Iterable[Sequence], num_new_tokens: int, num_tokens: int) -> int:
+        """Take room in windows for a step of `num_new_tokens`, and then a window's length more, in one run of pages.
+
+        For equally long sequences that are to reach `num_tokens`; what their windows hold is copied where it has to be.
+        Returns the length at which to call again. Where no run can be had nothing changes: it is a preference.
+        """
+        rows = self._idle_batch(sequences).rows.numbers
+        num_new_tokens = whole(num_new_tokens, "num_new_tokens of a step", least=1, error=SequenceError)
+        num_tokens = whole(num_tokens, "num_tokens of a sequence", least=0, error=SequenceError)
+        if not len(rows):
+            return num_tokens
+        return slide_windows(self.sequences, rows, num_new_tokens, min(num_tokens, self.tables.max_tokens))
+
+    def give_back_room(self, sequences: Batch | Iterable[Sequence]) -> bool:
+        """Release the room that windows have ahead; returns whether there was any."""
+        return give_back(self.sequences, self._idle_batch(sequences).rows.numbers)
 
     # Steps
 

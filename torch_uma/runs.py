@@ -17,7 +17,7 @@ from torch_uma.moves import Wave
 from torch_uma.tables import Int64Array
 
 Run = tuple[int, int]
-"""The first physical page of the first row, and the pages from one row to the next."""
+"""The physical page of the first row's column 0, held or not, and the pages from one row to the next."""
 
 # Measured: what three waves take on the host, each row more, and each page of the grid that `Allocator.move` looks at.
 _WAVES_US = 300.0
@@ -28,20 +28,20 @@ _ACCELERATOR_BYTES_PER_US = 1_000_000
 _MOST_WAVES = 16  # a longer chain of states that wait for one another stays as it is
 
 
-def find_run(books: Sequences, rows: Int64Array, k: int, num_pages: int) -> Run | None:
-    """The run in which the first `num_pages` pages of every row lie in sub-pool `k`, or None if they do not."""
-    if books.first[k, rows].any() or (books.end[k, rows] < num_pages).any():
+def find_run(books: Sequences, rows: Int64Array, k: int, first: int, end: int) -> Run | None:
+    """The run in which the columns `[first, end)` of every row lie in sub-pool `k`, or None if they do not."""
+    if (books.first[k, rows] > first).any() or (books.end[k, rows] < end).any() or first >= end:
         return None
-    columns = np.arange(num_pages)
+    columns = np.arange(first, end)
     ids = books.tables.mirror[books.tables.origin[k, rows][:, None] + columns]
     pages = books.allocator.v2p[ids]
-    starts = pages[:, 0]
+    starts = pages[:, 0].astype(np.int64) - first
     if (ids < 0).any() or (pages != starts[:, None] + columns).any():
         return None
     if len(rows) == 1:
-        return int(starts[0]), num_pages
+        return int(starts[0]), end - first
     stride = int(starts[1] - starts[0])
-    if stride < num_pages or (np.diff(starts) != stride).any():
+    if stride < end - first or (np.diff(starts) != stride).any():
         return None
     return int(starts[0]), stride
 
@@ -61,7 +61,7 @@ def extend_runs(books: Sequences, rows: Int64Array, num_tokens: int) -> None:
         wanted[k] = np.maximum(end[k], np.minimum(columns, held))
     # All rows are equally long in a run, which keeps the room that the longest of them has.
     run_pages = {k: int(wanted[k].max()) for k in lifespans.full}
-    broken = [k for k, num_pages in run_pages.items() if num_pages and find_run(books, rows, k, num_pages) is None]
+    broken = [k for k, num_pages in run_pages.items() if num_pages and find_run(books, rows, k, 0, num_pages) is None]
     demand = (wanted - end).sum(axis=1)
     run_demand = demand.copy()
     run_demand[broken] = [len(rows) * run_pages[k] for k in broken]
@@ -86,7 +86,7 @@ def extend_runs(books: Sequences, rows: Int64Array, num_tokens: int) -> None:
         elif len(part):
             cells = spread(books.tables.origin[k, rows] + end[k], wanted[k] - end[k])
             books.tables.write(cells, part)
-            _set_end(books, rows, k, wanted[k])
+            set_end(books, rows, k, wanted[k])
 
 
 def _replace(books: Sequences, rows: Int64Array, k: int, run: Int64Array) -> None:
@@ -97,11 +97,11 @@ def _replace(books: Sequences, rows: Int64Array, k: int, run: Int64Array) -> Non
     books.copy(k, books.tables.mirror[origin[row] + column], run[row, column])
     held = books.tables.mirror[spread(origin, books.end[k, rows])]
     books.tables.write((origin[:, None] + np.arange(run.shape[1])).ravel(), run.ravel())
-    _set_end(books, rows, k, np.full(len(rows), run.shape[1]))
+    set_end(books, rows, k, np.full(len(rows), run.shape[1]))
     books.drop(held)
 
 
-def _set_end(books: Sequences, rows: Int64Array, k: int, end: Int64Array) -> None:
+def set_end(books: Sequences, rows: Int64Array, k: int, end: Int64Array) -> None:
     books.end[k, rows] = end
     books.capacity[k, rows] = end * books.lifespans.page_tokens[k]
 
@@ -149,15 +149,19 @@ def plan_alignment(
     goals = np.arange(start, start + len(slots))
     moving = slots != goals
     spares = free[(free < start) | (free >= start + len(slots))][: len(slots)]
-    return _waves(k, dict(zip(slots[moving].tolist(), goals[moving].tolist())), spares.tolist())
+    return plan_waves(k, dict(zip(slots[moving].tolist(), goals[moving].tolist())), spares.tolist())
+
+
+def consecutive(places: Int64Array, count: int) -> Int64Array:
+    """Where `count` consecutive ones of `places`, ascending, start."""
+    starts: Int64Array = places[: max(0, len(places) - count + 1)]
+    starts = starts[places[count - 1 :] - starts == count - 1]
+    return starts
 
 
 def _best_start(slots: Int64Array, is_pinned: npt.NDArray[np.bool_], free: PageArray) -> int | None:
-    count = len(slots)
-    starts_if_kept = slots - np.arange(count)
-    places = np.sort(np.concatenate([free, slots]))
-    starts = places[: max(0, len(places) - count + 1)]
-    starts = starts[places[count - 1 :] - starts == count - 1]
+    starts_if_kept = slots - np.arange(len(slots))
+    starts = consecutive(np.sort(np.concatenate([free, slots])), len(slots))
     for pinned_start in np.unique(starts_if_kept[is_pinned]):
         starts = starts[starts == pinned_start]
     if not len(starts):
@@ -167,7 +171,7 @@ def _best_start(slots: Int64Array, is_pinned: npt.NDArray[np.bool_], free: PageA
     return int(starts[np.where(known[nearest] == starts, num_kept[nearest], 0).argmax()])
 
 
-def _waves(k: int, goals: dict[int, int], spares: list[int]) -> tuple[Wave, ...] | None:
+def plan_waves(k: int, goals: dict[int, int], spares: list[int]) -> tuple[Wave, ...] | None:
     """The waves that bring each page of `goals` to its goal, by way of the free places `spares`, which it uses up.
 
     Pages wait for one another in chains that end at a free goal, and in cycles. In a wave the first page of a chain

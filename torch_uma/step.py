@@ -116,13 +116,45 @@ class Step:
         return located
 
     def run(self, subpool: SubPool) -> Run | None:
-        """(first page of row 0, pages from row to row) if one strided view covers every row's tokens, else None.
+        """(page 0 of row 0, pages from row to row) if one strided view covers what every row's tokens read, else None.
 
-        Every row's own pages then reach over the longest row's tokens, those of this step included. Answered on the
-        host.
+        Every row's own pages then reach over the longest row's tokens, those of this step included. Where tokens in
+        front are gone, page 0 is where it would be; then all rows are equally long. Answered on the host.
         """
-        length = int(self._growth.new.max())
-        return self._rows.run(subpool.index, -(-length // subpool.page_tokens))
+        past = int(self.past.max())
+        first = subpool.lifetime.first_needed(past) // subpool.page_tokens
+        if first and (self.past != past).any():
+            return None
+        return self.run_of(subpool, first, -(-int(self._growth.new.max()) // subpool.page_tokens))
+
+    def run_of(self, subpool: SubPool, first: int, end: int) -> Run | None:
+        """The same of the columns `[first, end)` of every row's pages, room ahead included."""
+        return self._rows.run(subpool.index, first, end)
+
+    def room_tokens(self, subpool: SubPool) -> int:
+        """Tokens up to which the pages of every row reach, room ahead included."""
+        return int(self._books.end[subpool.index, self.rows].min()) * subpool.page_tokens
+
+    def clear_behind(self, subpool: SubPool, num_tokens: int) -> None:
+        """Clear what lies behind the past, up to `num_tokens`, in pages in which that has not been done yet.
+
+        Of equally long rows, whose pages there nobody shares.
+        """
+        books, k = self._books, subpool.index
+        first, within = divmod(int(self.past[0]), subpool.page_tokens)
+        columns = np.arange(first, -(-num_tokens // subpool.page_tokens))
+        ids = books.tables.mirror[books.tables.origin[k, self.rows][:, None] + columns]
+        unclear = ~books.is_clear[ids]
+        if not unclear.any():
+            return
+        pages = self.pool.arena.pages(subpool)
+        places = books.allocator.v2p[ids].astype(np.int64)
+        for start_bytes, chosen in (
+            (within * subpool.entry_bytes, places[:, :1][unclear[:, :1]]),
+            (0, places[:, 1:][unclear[:, 1:]]),
+        ):
+            pages[:, start_bytes:].index_fill_(0, torch.from_numpy(chosen).to(pages.device), 0)
+        books.is_clear[ids] = True
 
     def slots(self) -> Int64Array:
         """[rows] int64, the physical page of every row's state."""

@@ -24,7 +24,8 @@ from torch_uma.integrations.transformers.places import StepPlaces
 from torch_uma.integrations.transformers.rows import CacheRows
 from torch_uma.integrations.transformers.sizing import plan_for
 from torch_uma.integrations.transformers.steps import OwnSteps
-from torch_uma.layout import Layer, State
+from torch_uma.integrations.transformers.versions import asks_to_compile
+from torch_uma.layout import Chunk, Layer, State, Window
 
 if TYPE_CHECKING:
     from torch_uma.pool import CachePool
@@ -41,7 +42,7 @@ class UnifiedCache(Cache):
     batch needs for `max_tokens` each, sized for the first batch and no more: give memory= if you will fork, beam or
     batch more; it moves into a roomier pool where a step of several tokens reads one window and leaves another. Without
     both it takes half of the free memory. It logs what it took at INFO. With `max_tokens` the keys
-    and values of full attention are handed over as views with no copy. `page_size` (16),
+    and values are handed over as views with no copy, windows with twice the room. `page_size` (16),
     `max_sequences` (rows, forks and beams that can exist at once; at least 256 by default), `dtype` (of activations)
     and `device` (those of the model) are for the pool that it makes. PlanError for a pool made for another model.
 
@@ -81,11 +82,17 @@ class UnifiedCache(Cache):
         device = device if device is not None else getattr(model_or_config, "device", None)
         page_entries = 16 if page_size is None else page_size
 
+        config, has_attention = text_config_of(model_or_config), _stores_tokens(layers)
+
+        def is_in_place() -> bool:
+            return not has_attention or is_used(config)
+
         def make_pool(num_rows: int, tensor_device: torch.device, max_tokens: int | None, is_roomy: bool) -> CachePool:
             on = tensor_device if device is None else torch.device(device)
             options: dict[str, Any] = {"max_sequences": max_sequences or max(256, 4 * num_rows), "device": on}
             if memory is None and max_tokens is not None:
-                made = CachePool(plan_for(layers, num_rows, max_tokens, is_roomy, page_entries, on), **options)
+                made_roomy = is_roomy or not is_in_place()  # the same room as that in which windows slide
+                made = CachePool(plan_for(layers, num_rows, max_tokens, made_roomy, page_entries, on), **options)
             else:
                 made = CachePool(layers, memory=memory, page_size=page_entries, **options)
             _log.info("took %d bytes on %s for a cache of %d rows", made.plan.arena_bytes, on, num_rows)
@@ -94,10 +101,7 @@ class UnifiedCache(Cache):
         if pool is None and memory is not None:
             pool = make_pool(1, torch.get_default_device(), max_tokens, False)
         rows = CacheRows(make_pool, pool=pool, max_tokens=max_tokens)
-        config, has_attention = text_config_of(model_or_config), _stores_tokens(layers)
-        self._steps: OwnSteps | GivenStep = OwnSteps(
-            rows, parts_of(layers), lambda: not has_attention or is_used(config)
-        )
+        self._steps: OwnSteps | GivenStep = OwnSteps(rows, parts_of(layers), is_in_place)
         self._bind(layers)
 
     @classmethod
@@ -133,6 +137,11 @@ class UnifiedCache(Cache):
     def _bind(self, layers: Sequence[Layer]) -> None:
         super().__init__(layers=list(make_layers(layers, self._steps)))
         self._declared = layers
+        self._may_be_fixed = not any(
+            isinstance(memory.lifetime, Chunk) or memory.lifetime == Window(1)
+            for layer in layers
+            for memory in layer.memories
+        )
         if isinstance(self._steps, OwnSteps):
             # The rows outlive the cache in the pool, so they are freed when it goes; not at exit, when all goes.
             weakref.finalize(self, self._steps.abandon).atexit = False
@@ -160,17 +169,23 @@ class UnifiedCache(Cache):
 
     @property
     def is_compileable(self) -> bool:
-        """Whether a decode step is one graph for ever: if attention reads the arena, or there is none. OutOfMemory.
+        """Whether a decode step is one graph: attention reads the arena, or keys of a fixed size, or there is none.
 
         `generate()` asks this before every forward. A model without attention says nothing else of one that is
-        compiled, so the step of its next token begins with the question. On a CPU, where transformers does not compile,
-        the answer is yes for stock attention too: it then gets a mask for one token, with which "sdpa" does not read
-        strided keys once for every head.
+        compiled, so the step of its next token begins with the question. On a CPU, where transformers does not compile
+        unasked, the answer is always yes: stock attention then gets a mask for one token, with which "sdpa" does not
+        read strided keys once for every head. OutOfMemory.
         """
         steps = self._steps
-        if isinstance(steps, OwnSteps) and steps.in_place and all(self.is_linear):
-            steps.announce(1)
-        return steps.in_place or (steps.pool is not None and steps.pool.device.type == "cpu")
+        if isinstance(steps, OwnSteps) and not torch.compiler.is_compiling():
+            if steps.in_place and all(self.is_linear):
+                steps.announce(1)
+            is_compiled = asks_to_compile()
+            if is_compiled is not None:
+                steps.is_compiled = is_compiled and self._may_be_fixed
+        if steps.in_place or (steps.pool is not None and steps.pool.device.type == "cpu"):
+            return True
+        return steps.reads_fixed
 
     def _finish(self) -> None:
         """Writes back what the forward of a `pool.step` changed in copies."""

@@ -43,6 +43,11 @@ class GivenStep:
         """Whether the model's attention reads keys and values in the arena."""
         return self.places.in_place
 
+    @property
+    def reads_fixed(self) -> bool:
+        """Whether the forward reads keys of a fixed size: one that is traced does, where they can be had."""
+        return torch.compiler.is_compiling() and self.places.fixed is not None
+
     def inputs(self) -> dict[str, torch.Tensor]:
         """The position ids and, for attention that needs it, the mask: rows of unequal past go wrong without them."""
         self._lacks_inputs = False
@@ -87,7 +92,7 @@ class GivenStep:
         """
         if self.places.packing is not None:
             return self.places.packing.offsets
-        if self.places.in_place and torch.compiler.is_compiling():
+        if (self.places.in_place or self.places.fixed is not None) and torch.compiler.is_compiling():
             return self.places.longest_past
         return self.places.max_past
 
@@ -99,6 +104,10 @@ class GivenStep:
         """The first column and the number of columns of keys that the layer will read; SequenceError as for `enter`."""
         self._check_inputs()
         return self.places.extent(layer)
+
+    def fixed_sizes(self, layer: int, num_new_tokens: int) -> tuple[int, int | torch.Tensor] | None:
+        """Number of columns and first position of keys of a fixed size, where the forward reads such; else None."""
+        return self.places.mask_sizes(layer)
 
     def _check_first(self, layer: int, name: str, is_read: bool) -> None:
         """With one new token a read of the forward counts too, as it may change the state in place."""

@@ -56,12 +56,13 @@ def view(
     """Keys (`which` 0) or values (1) of the step as a view [batch, heads, tokens, head_dim] of the arena."""
     grid = store.grids[which]  # [pages, page_size, *shape]
     first_page, pages_between_rows = run
+    first_token, num_tokens = places.extent(store.rows[which].layer)
     batch, heads, _, head_dim = new.shape
     inner = grid.stride()[2:] if grid.dim() == 4 else (head_dim, *grid.stride()[2:])
     view = grid.as_strided(
-        (batch, places.max_past + places.num_new_tokens, heads, head_dim),
+        (batch, num_tokens, heads, head_dim),
         (pages_between_rows * grid.stride(0), grid.stride(1), *inner),
-        grid.storage_offset() + first_page * grid.stride(0),
+        grid.storage_offset() + first_page * grid.stride(0) + first_token * grid.stride(1),
     )
     return view.transpose(1, 2)
 

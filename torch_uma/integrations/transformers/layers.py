@@ -76,6 +76,12 @@ class AttentionLayer(ArenaLayer, CacheLayerMixin):
         assert store is not None
         new = (key_states, value_states)
         check_stored(store, new)
+        if places.fixed is not None and (places.is_fixed or torch.compiler.is_compiling()):
+            if not torch.compiler.is_compiling():
+                self.path = "view"
+            keys, values = places.fixed[self._layer].update(places.longest_past, new)
+            self._steps.leave(self._layer)
+            return keys, values
         where = places.tokens[store.subpool.index]
         if places.plans_reads and not where.appends and has_dtype(store, new) and not torch.compiler.is_compiling():
             write_all(store, where.write, new)
@@ -113,9 +119,12 @@ class AttentionLayer(ArenaLayer, CacheLayerMixin):
         self._steps.leave(self._layer)
         return keys, values
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int | torch.Tensor]:  # type: ignore[override]
         """Number of keys that `update` will return for `query_length` new tokens, and the position of the first."""
         if not self._steps.in_place:
+            sizes = self._steps.fixed_sizes(self._layer, query_length)
+            if sizes is not None:
+                return sizes
             offset, length = self._steps.extent(self._layer, self._lifetime, query_length)
             return length, offset
         if torch.compiler.is_compiling():  # numbers that change from step to step would be compiled in

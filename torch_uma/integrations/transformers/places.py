@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from torch_uma.errors import SequenceError
+from torch_uma.integrations.transformers.fixed import fixed_tokens
 from torch_uma.integrations.transformers.packing import Packing
 from torch_uma.integrations.transformers.stores import StateStore, Tensors, TokenStore, grid_over, stores_of
 from torch_uma.layout import Chunk, Full, Lifetime, Window
@@ -49,11 +50,12 @@ class StepPlaces:
     """Where everything lies that one step of the pool reads and writes.
 
     `whole`: prepare also what only a traced forward needs, and every layer's state at once. `in_place`: the model's
-    attention reads keys and values in the arena, so they are not fetched for it. A forward is over [batch_size,
-    num_new_tokens], which are the rows and what each takes, or, in a `packing`, 1 and what all take.
+    attention reads keys and values in the arena, so they are not fetched for it. `is_fixed`: otherwise it reads keys
+    and values of a fixed size, where they can be had, also in a forward that is not traced. A forward is over
+    [batch_size, num_new_tokens], which are the rows and what each takes, or, in a `packing`, 1 and what all take.
     """
 
-    def __init__(self, pool: CachePool, step: Step, *, whole: bool, in_place: bool) -> None:
+    def __init__(self, pool: CachePool, step: Step, *, whole: bool, in_place: bool, is_fixed: bool = False) -> None:
         self.step = step
         self.in_place = in_place
         self.arena = pool.arena.bytes
@@ -91,13 +93,15 @@ class StepPlaces:
             self._positions = self._past + torch.arange(self.num_new_tokens, device=self.arena.device)
         else:
             self._positions = self.packing.positions
+        self.fixed = fixed_tokens(step, self.stores) if whole and not in_place else None
+        self.is_fixed = is_fixed and self.fixed is not None
         self.plans_reads = in_place and on_host(self.arena)
         for subpool in pool.plan.subpools:
             if subpool.is_state:
                 self._place_states(subpool)
             else:
                 self.tokens[subpool.index] = self._place_tokens(subpool)
-                if whole and not in_place:
+                if whole and not in_place and self.fixed is None:
                     self.read(subpool)
         for layer, store in enumerate(self.stores):
             if whole and store.state is not None:
@@ -144,6 +148,15 @@ class StepPlaces:
             assert store is not None
             self._extents[layer] = extent(store.subpool.lifetime, self.past.tolist(), self.num_new_tokens)
         return self._extents[layer]
+
+    def mask_sizes(self, layer: int) -> tuple[int, int | torch.Tensor] | None:
+        """Number of columns of fixed keys and the position of the first, where the forward reads such; else None."""
+        is_traced = torch.compiler.is_compiling()
+        if self.fixed is None or not (self.is_fixed or is_traced):
+            return None
+        return self.fixed[layer].num_columns, self.fixed[layer].offset(
+            self.longest_past if is_traced else self.max_past
+        )
 
     def page_table(self, subpool: SubPool) -> torch.Tensor:
         """The page tables of all rows of the pool, [all rows, columns] int32 at a fixed address."""
@@ -198,9 +211,9 @@ class StepPlaces:
 
     def inputs(self) -> Tensors:
         """The position ids [batch, new]; and for attention to rows that are fetched, and aligned at their ends, the
-        attention mask [rows, longest past + new].
+        attention mask [rows, longest past + new], unless nothing is masked.
         """
-        if self.in_place:
+        if self.in_place or self.fixed is not None:
             return {"position_ids": self._positions}
         columns = torch.arange(self.max_past + self.num_new_tokens, device=self.arena.device)
         attention_mask = (columns >= self.max_past - self._past).long()
@@ -252,7 +265,9 @@ class StepPlaces:
         if isinstance(lifetime, Chunk):
             new = self.past + self.step.num_new_tokens
             appends = bool((new - new % lifetime.num_tokens > self.past).any())
-        run = self.step.run(subpool) if is_full and self.packing is None else None
+        # Attention in place takes runs of windows as they come, and no room for them.
+        is_viewed = isinstance(lifetime, Window) and not self.in_place and not appends
+        run = self.step.run(subpool) if (is_full or is_viewed) and self.packing is None else None
         return TokenPlaces(
             write=self._entries(subpool) if run is None else self._entries_of(subpool, run),
             run=run if self.is_even else None,

@@ -49,6 +49,7 @@ class CacheRows:
         self._make_pool = make_pool
         self._batch: Batch | None = None
         self._room_tokens = 0
+        self._window_tokens = 0  # rows of so many tokens have a run for their windows, or cannot have one
         self._is_roomy = False
         self._num_sized_for: int | None = None  # rows, if the pool was made for so many of `max_tokens`
 
@@ -80,7 +81,7 @@ class CacheRows:
         # A view over all states needs slots that ascend with the rows, and empty rows can still be told which is which.
         sequences.sort(key=lambda sequence: [int(allocator.v2p[ids[0]]) for ids in sequence.pages if len(ids)])
         self._hold(sequences)
-        self._room_tokens = 0
+        self._room_tokens = self._window_tokens = 0
 
     def expect(self, num_rows: int, max_tokens: int) -> None:
         """Gives the rows room for `max_tokens` tokens each, and makes `num_rows` of them where there are none."""
@@ -145,6 +146,7 @@ class CacheRows:
         self.check_whole()
         for sequence in self.sequences:
             sequence.crop(num_tokens)
+        self._window_tokens = min(self._window_tokens, num_tokens)  # the room behind them went too
 
     def free(self) -> None:
         """Gives up the rows."""
@@ -159,8 +161,11 @@ class CacheRows:
         if self.pool is not None:
             self.pool.abandon(sequences, step)
 
-    def begin(self, num_new_tokens: int) -> Step:
-        """Opens a step over all rows, in one run of pages where that can be had; OutOfMemory says how long they are."""
+    def begin(self, num_new_tokens: int, *, as_views: bool) -> Step:
+        """Opens a step over all rows, in one run of pages where that can be had; OutOfMemory says how long they are.
+
+        `as_views`: windows are to be handed over as views too, for which they take room ahead.
+        """
         assert self.pool is not None and self._batch is not None
         if self.pool.closed:
             raise _closed_error()
@@ -168,13 +173,16 @@ class CacheRows:
         num_tokens = self.length + num_new_tokens
         with self._says_size():
             try:
+                if as_views:
+                    self._make_room_for_windows(num_tokens, num_new_tokens)
                 self._make_room(num_tokens)
                 try:
                     return self.pool.begin(self._batch, num_new_tokens)
                 except OutOfMemory:
-                    if not self._may_move_out(num_tokens, num_new_tokens):
+                    if self._may_move_out(num_tokens, num_new_tokens):
+                        self._move_out()
+                    elif not self.pool.give_back_room(self._batch):
                         raise
-                self._move_out()
                 return self.pool.begin(self._batch, num_new_tokens)
             except OutOfMemory as error:
                 lengths = [sequence.length for sequence in self.sequences]
@@ -185,6 +193,11 @@ class CacheRows:
                 if self.max_tokens is not None and num_tokens > self.max_tokens:
                     message += f", which is more than the max_tokens={self.max_tokens} that the cache was made for"
                 raise OutOfMemory(message, error.quote) from error
+
+    @property
+    def may_have_runs(self) -> bool:
+        """Whether the pages of all rows may come to lie in runs: not once rows were forked or selected."""
+        return self._room_tokens < sys.maxsize or not self.sequences
 
     def state(self, layer: int, name: str) -> torch.Tensor | None:
         """A copy of the state row `name` of `layer`, [rows, *shape]; None while no row has one."""
@@ -220,7 +233,7 @@ class CacheRows:
         self.free()
         self.pool, self._is_roomy = pool, True
         self._hold(sequences)
-        self._room_tokens = 0
+        self._room_tokens = self._window_tokens = 0
 
     @contextmanager
     def _says_size(self) -> Iterator[None]:
@@ -237,22 +250,33 @@ class CacheRows:
         self.sequences = sequences
         self._batch = self.pool.batch(sequences)
         # Forked rows share pages, which no run can hold twice.
-        self._room_tokens = sys.maxsize
+        self._room_tokens = self._window_tokens = sys.maxsize
 
     def _make_room(self, num_tokens: int) -> None:
-        """Asks for room in one run before the rows outgrow theirs: for `max_tokens`, or twice what they need now."""
+        """Asks for room in one run before the rows outgrow theirs: for `max_tokens`, or the next power of two."""
         assert self.pool is not None and self._batch is not None
         if num_tokens <= self._room_tokens or not any(
             isinstance(subpool.lifetime, Full) for subpool in self.pool.plan.subpools
         ):
             return
-        self._room_tokens = 2 * num_tokens
-        if self.max_tokens is not None and num_tokens <= self.max_tokens:
-            self._room_tokens = self.max_tokens
+        self._room_tokens = self._expected(num_tokens)
         try:
             self.pool.extend_runs(self._batch, self._room_tokens)
         except OutOfMemory as error:
             _log.info("no room in one run for %d tokens a row, so pages are taken singly: %s", self._room_tokens, error)
+
+    def _make_room_for_windows(self, num_tokens: int, num_new_tokens: int) -> None:
+        """The same for windows, which slide through theirs."""
+        assert self.pool is not None and self._batch is not None
+        if num_tokens > self._window_tokens and self.pool.sequences.lifespans.windows:
+            expected = self._expected(num_tokens)
+            self._window_tokens = self.pool.slide_windows(self._batch, num_new_tokens, expected)
+
+    def _expected(self, num_tokens: int) -> int:
+        """How long rows of `num_tokens` are going to be, as far as anybody knows."""
+        if self.max_tokens is not None and num_tokens <= self.max_tokens:
+            return self.max_tokens
+        return 1 << num_tokens.bit_length()  # of few sizes, as a compiled forward is made for each
 
 
 def _closed_error() -> ClosedError:

@@ -17,7 +17,8 @@ def plan_for(
 ) -> Plan:
     """A plan whose arena holds `num_rows` sequences of `max_tokens`, and what decoding on the way needs beside them.
 
-    `is_roomy`: also what a step of several tokens needs, which reads the window before them and leaves another one.
+    `is_roomy`: also what a step of several tokens needs, which reads the window before them and leaves another one; it
+    is the room in which windows slide.
     """
     options: dict[str, Any] = {"page_size": page_size, "pad_entries": device.type == "cpu"}
     boundless = plan(layers, memory="1TiB", **options)

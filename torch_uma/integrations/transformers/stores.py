@@ -113,7 +113,10 @@ def _store(pool: CachePool, layer: int) -> Store:
     if paged:
         subpool = paged[0][0]
         key, value = (placed for _, placed in paged)
-        grids = (pool.arena.view(subpool, layer, key.row.name), pool.arena.view(subpool, layer, value.row.name))
+        grids = (
+            _own(pool.arena.view(subpool, layer, key.row.name)),
+            _own(pool.arena.view(subpool, layer, value.row.name)),
+        )
         tokens = TokenStore(
             subpool=subpool,
             rows=(key, value),
@@ -143,9 +146,7 @@ def grid_over(memory: torch.Tensor, placed: PlacedRow, page_bytes: int, first_by
     through views of one storage with two dtypes, and the bytes never overlap.
     """
     row = placed.row
-    alias = memory.view(row.dtype)
-    if not alias.is_meta:
-        alias = torch.utils.dlpack.from_dlpack(alias)
+    alias = _own(memory.view(row.dtype))
     strides = tuple(prod(row.shape[axis + 1 :]) for axis in range(len(row.shape)))
     num_pages = (memory.numel() - first_byte - row.num_bytes) // page_bytes + 1
     return alias.as_strided(
@@ -153,3 +154,8 @@ def grid_over(memory: torch.Tensor, placed: PlacedRow, page_bytes: int, first_by
         (page_bytes // row.dtype.itemsize, *strides),
         first_byte // row.dtype.itemsize,
     )
+
+
+def _own(view: torch.Tensor) -> torch.Tensor:
+    """The same memory as a storage of its own: a graph takes two views of one storage for one, as large as it is."""
+    return view if view.is_meta else torch.utils.dlpack.from_dlpack(view)

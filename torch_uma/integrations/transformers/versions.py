@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
 from typing import Any
 
-from transformers import PreTrainedConfig, cache_utils
+from transformers import GenerationMixin, PreTrainedConfig, cache_utils
 
 try:
     from transformers.cache_utils import DummyLayer as DummyLayer
@@ -30,3 +32,18 @@ def layer_configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
     """The config of each layer."""
     configs = getattr(config, "per_layer_config", None)
     return [config] * config.num_hidden_layers if configs is None else list(configs)
+
+
+def asks_to_compile() -> bool | None:
+    """Whether `generate()`, which asks a cache if it is compileable, is going to compile; None if it is not asking.
+
+    Nothing tells a cache so, and masks for a compiled forward are made before it.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not GenerationMixin._valid_auto_compile_criteria.__code__:
+        frame = frame.f_back
+    if frame is None:
+        return None
+    model, options = frame.f_locals["self"], frame.f_locals["generation_config"]
+    is_forced = options.compile_config is not None and options.compile_config._compile_all_devices
+    return bool(is_forced or model.device.type in ("cuda", "xpu", "neuron", "tpu"))
