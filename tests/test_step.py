@@ -532,6 +532,17 @@ class Loop(RuleBasedStateMachine):
         except OutOfMemory:
             assert snapshot(self.pool) == before
 
+    @rule(data=st.data(), num_new_tokens=st.integers(1, 9), num_tokens=st.integers(1, 40))
+    def slide_windows(self, data: st.DataObject, num_new_tokens: int, num_tokens: int) -> None:
+        sequences = data.draw(st.permutations(self.idle()))[:3]
+        self.pool.slide_windows(sequences, num_new_tokens, num_tokens)
+
+    @rule(data=st.data())
+    def give_back_room(self, data: st.DataObject) -> None:
+        sequences = data.draw(st.permutations(self.idle()))[:3]
+        self.pool.give_back_room(sequences)
+        assert not self.pool.give_back_room(sequences)
+
     @rule(seed=st.integers(0, 1000))
     def scramble(self, seed: int) -> None:
         scramble(self.pool, seed)
