@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+_PAGE_ENTRIES = 16
+_SIZED_PAGE_ENTRIES = 8  # a window ends within a page, and begins within one: in small arenas that counts
+
 
 class UnifiedCache(Cache):
     """A cache for `generate(cache=...)` and for the forward passes of a loop, all kinds of memory in one arena.
@@ -41,10 +44,11 @@ class UnifiedCache(Cache):
     `memory` (bytes, "2GiB" or a fraction of the free memory). Without `memory` it takes, at the first forward, what the
     batch needs for `max_tokens` each, sized for the first batch and no more: give memory= if you will fork, beam or
     batch more; it moves into a roomier pool where a step of several tokens reads one window and leaves another. Without
-    both it takes half of the free memory. It logs what it took at INFO. With `max_tokens` the keys
-    and values are handed over as views with no copy, windows with twice the room. `page_size` (16),
-    `max_sequences` (rows, forks and beams that can exist at once; at least 256 by default), `dtype` (of activations)
-    and `device` (those of the model) are for the pool that it makes. PlanError for a pool made for another model.
+    both it takes half of the free memory. It logs what it took at INFO. With `max_tokens` the keys and values are
+    handed over as views with no copy, windows with twice the room. `page_size` (16; 8 where the arena is sized for the
+    batch), `max_sequences` (rows, forks and beams that can exist at once; at least 256 by default), `dtype` (of
+    activations) and `device` (those of the model) are for the pool that it makes. PlanError for a pool made for
+    another model.
 
     Dropping the cache gives its rows back. A forward raises OutOfMemory (the cache stands as after the last whole
     step), GradientError, or ClosedError once the pool is closed.
@@ -80,8 +84,6 @@ class UnifiedCache(Cache):
             _check_made_for(pool, model_or_config)
             layers = pool.plan.layers
         device = device if device is not None else getattr(model_or_config, "device", None)
-        page_entries = 16 if page_size is None else page_size
-
         config, has_attention = text_config_of(model_or_config), _stores_tokens(layers)
 
         def is_in_place() -> bool:
@@ -92,9 +94,11 @@ class UnifiedCache(Cache):
             options: dict[str, Any] = {"max_sequences": max_sequences or max(256, 4 * num_rows), "device": on}
             if memory is None and max_tokens is not None:
                 made_roomy = is_roomy or not is_in_place()  # the same room as that in which windows slide
-                made = CachePool(plan_for(layers, num_rows, max_tokens, made_roomy, page_entries, on), **options)
+                entries = _SIZED_PAGE_ENTRIES if page_size is None else page_size
+                made = CachePool(plan_for(layers, num_rows, max_tokens, made_roomy, entries, on), **options)
             else:
-                made = CachePool(layers, memory=memory, page_size=page_entries, **options)
+                entries = _PAGE_ENTRIES if page_size is None else page_size
+                made = CachePool(layers, memory=memory, page_size=entries, **options)
             _log.info("took %d bytes on %s for a cache of %d rows", made.plan.arena_bytes, on, num_rows)
             return made
 

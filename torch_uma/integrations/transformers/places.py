@@ -87,10 +87,12 @@ class StepPlaces:
         self._reads: dict[int, tuple[torch.Tensor | None, Reads]] = {}
         self._states: dict[int, Tensors] = {}
         self._copy: torch.Tensor | None = None  # of the states, [rows, page_bytes] uint8
-        past = torch.from_numpy(step.past.astype(np.int64))
-        self._past = past.to(self.arena.device).unsqueeze(1)  # [rows, 1]
+        # On the host, where arithmetic on a few numbers has a fraction of the cost that it has with tensors.
+        self._host_past = step.past.astype(np.int64)[:, None]
+        self._past = torch.from_numpy(self._host_past).to(self.arena.device)  # [rows, 1]
         if self.packing is None:
-            self._positions = self._past + torch.arange(self.num_new_tokens, device=self.arena.device)
+            self._host_positions = self._host_past + np.arange(self.num_new_tokens)
+            self._positions = torch.from_numpy(self._host_positions).to(self.arena.device)
         else:
             self._positions = self.packing.positions
         self.fixed = fixed_tokens(step, self.stores) if whole and not in_place else None
@@ -282,8 +284,8 @@ class StepPlaces:
     def _entries_of(self, subpool: SubPool, run: Run) -> torch.Tensor:
         """Those of the new tokens in a run, without a look at the page tables."""
         first_page, pages_between_rows = run
-        rows = torch.arange(self.num_rows, device=self.arena.device).unsqueeze(1)
-        return (first_page + rows * pages_between_rows) * subpool.page_size + self._positions
+        first_pages = first_page + pages_between_rows * np.arange(self.num_rows)[:, None]
+        return torch.from_numpy(first_pages * subpool.page_size + self._host_positions).to(self.arena.device)
 
 
 def extent(lifetime: Lifetime, past: Iterable[int], num_new_tokens: int) -> tuple[int, int]:
