@@ -363,8 +363,6 @@ def at_any_size(chance: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gathered, "_MOST_GATHERED", chance.choice([1, 3000, 2**24]))
     monkeypatch.setattr(pieces, "_SHORT_BYTES", chance.choice([1, 300, 2000, 2**20]))
     monkeypatch.setattr(pieces, "_PIECE_TOKENS", chance.choice([1, 3, 20, 512]))
-    for module in (pieces, reads):
-        monkeypatch.setattr(module, "MOST_COPIED_BYTES", chance.choice([0, 2**20]))
     reads.answer.cache_clear()
     if chance.random() < 0.3:  # as where there was no compiler
         monkeypatch.setattr(host, "is_served", lambda dtype: False)

@@ -60,8 +60,7 @@ def attend_reads(
     is_bare = softcap == 0.0 and mask is None and bias is None
     if is_bare and dims[0] == dims[1] and query.dtype == dtype_of(dtypes[0]) == dtype_of(dtypes[1]):
         result = None
-        by_pieces = is_served(query.dtype) and reads.pieces is not None
-        run = None if by_pieces and reads.prefers_pieces else reads.only_run
+        run = reads.only_run
         if run is not None and reads.blocks[0].num_sequences == num_tokens:
             size, numbers = query.element_size(), arena.view(query.dtype)
             first = numbers.storage_offset() + origin_bytes // size
@@ -74,7 +73,7 @@ def attend_reads(
             )
             out, lse = flash(query.reshape(num_tokens, num_kv_heads, -1, width), key, value, scale)
             result = out.reshape(num_tokens, num_heads, width), lse.reshape(num_tokens, num_heads)
-        elif by_pieces and reads.pieces is not None:
+        elif reads.pieces is not None and is_served(query.dtype):
             result = attend_pieces(
                 arena, query, reads.pieces, origin_bytes, entry_bytes, offsets_bytes, num_kv_heads, scale
             )

@@ -17,9 +17,6 @@ from torch_uma.ops.stretches import Int64Array, Stretches
 # Stretches of fewer bytes cost less to copy than to attend to one by one.
 _SHORT_BYTES = 2**20
 
-# Of tokens that have so few bytes in a layer, any stretch does: a copy fetches ahead what is spread over many entries.
-MOST_COPIED_BYTES = 1024
-
 # So many tokens are copied for one piece; no piece in place is cut into smaller ones.
 _PIECE_TOKENS = 512
 
@@ -61,7 +58,6 @@ def cut(stretches: Stretches, query_tokens: Int64Array, token_bytes: int) -> Pie
     counts = end - position
     num_stretches = np.bincount(sequence, minlength=len(query_tokens))
     is_short = (counts * token_bytes < _SHORT_BYTES) & (num_stretches[sequence] > 1)
-    is_short |= token_bytes <= MOST_COPIED_BYTES
     most = max(_PIECE_TOKENS, int(counts.sum()) // (_PIECES_A_THREAD * torch.get_num_threads()))
     if not is_short.any():
         owners, counts, entries = _split(sequence, counts, entry, most)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torch_uma.lifespans import spread
 from torch_uma.ops.blocks import Block, Run, Sees
-from torch_uma.ops.pieces import MOST_COPIED_BYTES, Pieces, cut
+from torch_uma.ops.pieces import Pieces, cut
 from torch_uma.ops.stretches import Integers, Pages, Stretch, Stretches, find_stretches, look_up
 
 MOST_PACKED = 16
@@ -64,11 +64,6 @@ class Reads:
         if len(self.blocks) != 1 or len(self.blocks[0].runs) != 1:
             return None
         return self.blocks[0].runs[0]
-
-    @property
-    def prefers_pieces(self) -> bool:
-        """Whether pieces, which are copied, cost less than a run that is read in place."""
-        return self.batch.token_bytes <= MOST_COPIED_BYTES
 
     @cached_property
     def pieces(self) -> Pieces | None:
@@ -177,7 +172,7 @@ def answer(question: _Question) -> Reads:
     return Reads(window=question.window, has_new=question.has_new, batch=batch)
 
 
-def plan_run(num_sequences: int, num_tokens: int, first: int, apart: int, token_bytes: int = 2048) -> Reads:
+def plan_run(num_sequences: int, num_tokens: int, first: int, apart: int) -> Reads:
     """The plan of one query each of sequences of `num_tokens` tokens that lie in one run each, `apart` entries apart.
 
     What `plan_reads` finds for them, without a look at page tables. `first` is the first entry of the first sequence.
@@ -193,7 +188,7 @@ def plan_run(num_sequences: int, num_tokens: int, first: int, apart: int, token_
         window=0,
         chunk=0,
         has_new=False,
-        token_bytes=token_bytes,
+        token_bytes=1,
     )
     return Reads(window=0, has_new=False, batch=batch)
 

@@ -180,12 +180,11 @@ class StepPlaces:
         On the host only; planned once for all layers that come with the same numbers.
         """
         subpool = store.subpool
-        token_bytes = sum(placed.row.num_bytes for placed in store.rows)
         known = self._reads.get(subpool.index)
         where = self.tokens[subpool.index]
         if known is None and starts is None and where.run is not None and self.num_new_tokens == 1:
             first_entry, entries_between_rows = (pages * subpool.page_size for pages in where.run)
-            reads = plan_run(self.num_rows, self.max_past + 1, first_entry, entries_between_rows, token_bytes)
+            reads = plan_run(self.num_rows, self.max_past + 1, first_entry, entries_between_rows)
             known = self._reads[subpool.index] = (None, reads)
         if known is None or not _is_same(known[0], starts):
             lifetime = subpool.lifetime
@@ -200,7 +199,7 @@ class StepPlaces:
                 chunk=lifetime.num_tokens if isinstance(lifetime, Chunk) else 0,
                 starts=None if starts is None else starts.numpy(),
                 has_new=where.has_new,
-                token_bytes=token_bytes,
+                token_bytes=sum(placed.row.num_bytes for placed in store.rows),
             )
             known = self._reads[subpool.index] = (starts, reads)
         return known[1]
