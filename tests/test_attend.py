@@ -14,10 +14,9 @@ from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_uma.ops import attention, dtype_name, pieces, reads, reference
-from torch_uma.ops.attend import attend, attend_reads, plan_reads
+from torch_uma.ops.attend import attend, attend_reads, attend_run, plan_reads
 from torch_uma.ops.attend_gathered import attend_gathered
 from torch_uma.ops.attend_pieces import attend_pieces, is_served
-from torch_uma.ops.reads import plan_run
 
 op = torch.ops.torch_uma.attend
 host = importlib.import_module("torch_uma.ops.attend_reads")  # the package has functions of these names, too
@@ -675,21 +674,22 @@ def test_under_compile() -> None:
     assert torch.equal(compiled(*arguments[:2]), step(*arguments[:2]))
 
 
-@pytest.mark.parametrize(
-    ("num_sequences", "num_tokens", "page_size"), [(1, 1, 1), (1, 50, 7), (3, 33, 16), (4, 64, 16)]
-)
-def test_a_plan_of_runs_is_what_is_found_in_page_tables(num_sequences: int, num_tokens: int, page_size: int) -> None:
-    columns = -(-num_tokens // page_size)
-    page_table = np.arange(num_sequences * columns, dtype=np.int32).reshape(num_sequences, columns)
-    v2p = np.concatenate([5 + row * (columns + 2) + np.arange(columns) for row in range(num_sequences)])
-    found = plan_reads(
-        page_table,
-        v2p,
-        np.arange(num_sequences),
-        np.full(num_sequences, num_tokens),
-        np.arange(num_sequences + 1),
-        page_size,
-    )
-    apart = (columns + 2) * page_size
-    made = plan_run(num_sequences, num_tokens, 5 * page_size, apart if num_sequences > 1 else 0)
-    assert made.blocks == found.blocks and made.only_run == found.only_run is not None
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_tokens", [1, 33])
+def test_a_view_of_a_run_gives_what_its_pages_give(num_tokens: int, dtype: torch.dtype) -> None:
+    """Rows one behind the other, among NaN."""
+    entries = torch.full((5, 40, 3, 2, 8), math.nan).to(dtype)
+    key, value = entries[1:4, 2 : 2 + num_tokens, 0], entries[1:4, 2 : 2 + num_tokens, 1]
+    key.normal_(), value.normal_()
+    query, sinks = torch.randn(3, 1, 6, 8).to(dtype).transpose(1, 2), torch.randn(6).to(dtype)
+    for given in (None, sinks):
+        out = attend_run(query, key.transpose(1, 2), value.transpose(1, 2), 0.5, given)
+        for row in range(3):
+            wide = (each[row].double().repeat_interleave(3, 1) for each in (key, value))
+            want, lse = attention.plain(
+                query[None, row, :, :].double(), *(each.transpose(0, 1)[None] for each in wide), 0.5
+            )
+            if given is not None:
+                want, _ = attention.with_sinks(want[:, :, 0], lse[:, :, 0], given.double())
+                want = want.unsqueeze(2)
+            assert (out[row, 0].double() - want[0, :, 0]).abs().max() <= TOLERANCE[dtype]

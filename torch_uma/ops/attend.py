@@ -14,6 +14,7 @@ from torch import Tensor
 from torch_uma.ops import reference
 from torch_uma.ops.attend_gathered import attend_gathered
 from torch_uma.ops.attend_reads import attend_reads as attend_reads
+from torch_uma.ops.attend_reads import attend_run as attend_run
 from torch_uma.ops.reads import Reads as Reads
 from torch_uma.ops.reads import plan_reads as plan_reads
 

@@ -102,6 +102,22 @@ def attend_reads(
     return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
 
 
+def attend_run(query: Tensor, keys: Tensor, values: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
+    """Attention of the last token of each row, over views of its run that end with it: `[rows, 1, Hq, D]`.
+
+    `query` is `[rows, Hq, 1, D]`; `keys` and `values` are `[rows, kv heads, tokens, D]` on the host and of its dtype,
+    with the numbers of a head side by side. Nothing is modified.
+    """
+    num_rows, num_heads, _, width = query.shape
+    if query.stride(3) != 1:
+        query = query.contiguous()
+    out, lse = flash(query.reshape(num_rows, keys.shape[1], -1, width), keys, values, scale)
+    out = out.reshape(num_rows, num_heads, width)
+    if sinks is not None:
+        out, _ = with_sinks(out, lse.reshape(num_rows, num_heads), sinks)
+    return out.unsqueeze(1)
+
+
 def _tokens(packed: Tensor, block: Block, num_kv_heads: int) -> Tensor:
     """What `[T, heads, D]` has of a block: `[B, tokens, kv heads, group, D]`."""
     num_sequences, apart = block.num_sequences, block.apart

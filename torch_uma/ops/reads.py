@@ -172,27 +172,6 @@ def answer(question: _Question) -> Reads:
     return Reads(window=question.window, has_new=question.has_new, batch=batch)
 
 
-def plan_run(num_sequences: int, num_tokens: int, first: int, apart: int) -> Reads:
-    """The plan of one query each of sequences of `num_tokens` tokens that lie in one run each, `apart` entries apart.
-
-    What `plan_reads` finds for them, without a look at page tables. `first` is the first entry of the first sequence.
-    """
-    numbers = np.arange(num_sequences)
-    batch = _Batch(
-        token_starts=tuple(range(num_sequences + 1)),
-        rows=(0,) * num_sequences,
-        firsts=(num_tokens - 1,) * num_sequences,
-        counts=(1,) * num_sequences,
-        starts=(0,) * num_sequences,
-        stretches=Stretches(numbers, 0 * numbers, 0 * numbers + num_tokens, first + apart * numbers),
-        window=0,
-        chunk=0,
-        has_new=False,
-        token_bytes=1,
-    )
-    return Reads(window=0, has_new=False, batch=batch)
-
-
 class _Batch(NamedTuple):
     """What is known of each sequence before its queries are cut into blocks."""
 

@@ -7,9 +7,13 @@ import torch
 from torch_uma.errors import SequenceError
 from torch_uma.integrations.transformers.places import StepPlaces
 from torch_uma.integrations.transformers.stores import TokenStore
+from torch_uma.runs import Run
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values."""
 
 
-def check_stored(store: TokenStore, new: tuple[torch.Tensor, torch.Tensor]) -> None:
+def check_stored(store: TokenStore, new: Pair) -> None:
     """A shape of as many numbers would be taken for the other without a word."""
     for placed, states in zip(store.rows, new, strict=True):
         heads, head_dim = states.shape[1], states.shape[3]
@@ -20,20 +24,18 @@ def check_stored(store: TokenStore, new: tuple[torch.Tensor, torch.Tensor]) -> N
             )
 
 
-def has_dtype(store: TokenStore, new: tuple[torch.Tensor, torch.Tensor]) -> bool:
+def has_dtype(store: TokenStore, new: Pair) -> bool:
     """Whether new keys and values are stored as they are."""
     return all(placed.row.dtype == states.dtype for placed, states in zip(store.rows, new, strict=True))
 
 
-def write_all(store: TokenStore, entries: torch.Tensor, new: tuple[torch.Tensor, torch.Tensor]) -> None:
+def write_all(store: TokenStore, entries: torch.Tensor, new: Pair) -> None:
     """`write` on the host with less ado, of rows that are all stored and as they are."""
     for states, grid in zip(new, store.entry_grids, strict=True):
         grid.index_copy_(0, entries.view(-1), states.transpose(1, 2).reshape(-1, *grid.shape[1:]))
 
 
-def write(
-    arena: torch.Tensor, store: TokenStore, entries: torch.Tensor, new: tuple[torch.Tensor, torch.Tensor]
-) -> None:
+def write(arena: torch.Tensor, store: TokenStore, entries: torch.Tensor, new: Pair) -> None:
     rows = [
         states.transpose(1, 2).reshape(*entries.shape, *placed.row.shape)
         for states, placed in zip(new, store.rows, strict=True)
@@ -50,26 +52,33 @@ def write(
     )
 
 
-def view(
-    store: TokenStore, run: tuple[int, int], places: StepPlaces, new: torch.Tensor, which: int = 0
-) -> torch.Tensor:
-    """Keys (`which` 0) or values (1) of the step as a view [batch, heads, tokens, head_dim] of the arena."""
-    grid = store.grids[which]  # [pages, page_size, *shape]
+def views(store: TokenStore, run: Run, places: StepPlaces, new: Pair) -> Pair:
+    """Keys and values of the step as views [batch, heads, tokens, head_dim] of the arena."""
     first_page, pages_between_rows = run
-    first_token, num_tokens = places.extent(store.rows[which].layer)
-    batch, heads, _, head_dim = new.shape
-    inner = grid.stride()[2:] if grid.dim() == 4 else (head_dim, *grid.stride()[2:])
-    view = grid.as_strided(
-        (batch, num_tokens, heads, head_dim),
-        (pages_between_rows * grid.stride(0), grid.stride(1), *inner),
-        grid.storage_offset() + first_page * grid.stride(0) + first_token * grid.stride(1),
-    )
-    return view.transpose(1, 2)
+    first_token, num_tokens = places.extent(store.rows[0].layer)
+    results = []
+    for grid, states in zip(store.grids, new):  # [pages, page_size, *shape]
+        batch, heads, _, head_dim = states.shape
+        between_pages, between_tokens, *inner = grid.stride()
+        if len(inner) == 1:
+            inner = [head_dim, *inner]
+        size = (batch, heads, num_tokens, head_dim)
+        strides = (pages_between_rows * between_pages, inner[0], between_tokens, inner[1])
+        first = grid.storage_offset() + first_page * between_pages + first_token * between_tokens
+        results.append(grid.as_strided(size, strides, first))
+    return results[0], results[1]
 
 
-def gather(
-    places: StepPlaces, store: TokenStore, appends: bool, new: tuple[torch.Tensor, torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor]:
+def append(store: TokenStore, run: Run, places: StepPlaces, new: Pair) -> Pair:
+    """`views`, with the new tokens written into their last columns; on the host with less ado than `write`."""
+    made = views(store, run, places, new)
+    for view, states in zip(made, new):
+        num_new_tokens = states.shape[2]
+        view.narrow(2, view.shape[2] - num_new_tokens, num_new_tokens).copy_(states)
+    return made
+
+
+def gather(places: StepPlaces, store: TokenStore, appends: bool, new: Pair) -> Pair:
     """Keys and values of the step, copied out of the arena; rows that are shorter have zeros in front."""
     gathered = torch.ops.torch_uma.gather_rows(
         places.arena,

@@ -15,7 +15,16 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 from torch_uma.errors import GradientError, PlanError, SequenceError
 from torch_uma.integrations.transformers.attention import NAME, InPlace
 from torch_uma.integrations.transformers.given import GivenStep, in_forward
-from torch_uma.integrations.transformers.keep import check_stored, gather, has_dtype, view, write, write_all
+from torch_uma.integrations.transformers.keep import (
+    Pair,
+    append,
+    check_stored,
+    gather,
+    has_dtype,
+    views,
+    write,
+    write_all,
+)
 from torch_uma.integrations.transformers.places import StepPlaces
 from torch_uma.integrations.transformers.reading import Reading, leave
 from torch_uma.integrations.transformers.steps import OwnSteps, Part
@@ -76,27 +85,35 @@ class AttentionLayer(ArenaLayer, CacheLayerMixin):
         assert store is not None
         new = (key_states, value_states)
         check_stored(store, new)
-        if places.fixed is not None and (places.is_fixed or torch.compiler.is_compiling()):
-            if not torch.compiler.is_compiling():
+        is_traced = torch.compiler.is_compiling()
+        if places.fixed is not None and (places.is_fixed or is_traced):
+            if not is_traced:
                 self.path = "view"
             keys, values = places.fixed[self._layer].update(places.longest_past, new)
             self._steps.leave(self._layer)
             return keys, values
         where = places.tokens[store.subpool.index]
-        if places.plans_reads and not where.appends and has_dtype(store, new) and not torch.compiler.is_compiling():
+        made: Pair | None = None
+        if is_traced or not has_dtype(store, new):
+            write(places.arena, store, where.write, new)
+        elif where.run is not None and places.is_on_host:
+            made = append(store, where.run, places, new)
+        elif places.plans_reads and not where.appends:
             write_all(store, where.write, new)
         else:
             write(places.arena, store, where.write, new)
+            if where.run is not None and not places.in_place:
+                made = views(store, where.run, places, new)
         if places.in_place:
             self.path = "in place"
-            if not torch.compiler.is_compiling():
+            if not is_traced:
                 places.hand_out(self._layer)
-            reading = Reading(places=places, store=store, new=new)
+            reading = Reading(places=places, store=store, new=new, views=made)
             is_told = "kwargs" in kwargs
             if is_told:
                 kwargs["kwargs"][NAME] = reading
             if store.is_shared or not is_told:
-                if store.is_latent or torch.compiler.is_compiling():
+                if store.is_latent or is_traced:
                     raise SequenceError(
                         f"layer {self._layer} {'shares its keys' if is_told else 'does not hand on what it is given'}, "
                         f"with which attention by {NAME!r} reads neither latents nor compiles; use 'sdpa' or 'eager'"
@@ -109,10 +126,9 @@ class AttentionLayer(ArenaLayer, CacheLayerMixin):
                 f"layer {self._layer} attends within chunks, which padding may shift, and only attention sees padding; "
                 f"call model.set_attn_implementation({NAME!r})"
             )
-        elif where.run is not None and has_dtype(store, new) and not torch.compiler.is_compiling():
+        elif made is not None:
             self.path = "view"
-            keys = view(store, where.run, places, key_states)
-            values = view(store, where.run, places, value_states, 1)
+            keys, values = made
         else:
             self.path = "gather"
             keys, values = gather(places, store, where.appends, new)

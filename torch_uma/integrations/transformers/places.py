@@ -18,7 +18,7 @@ from torch_uma.integrations.transformers.fixed import fixed_tokens
 from torch_uma.integrations.transformers.packing import Packing
 from torch_uma.integrations.transformers.stores import StateStore, Tensors, TokenStore, grid_over, stores_of
 from torch_uma.layout import Chunk, Full, Lifetime, Window
-from torch_uma.ops.reads import Reads, plan_reads, plan_run
+from torch_uma.ops.reads import Reads, plan_reads
 from torch_uma.ops.reference import on_host
 from torch_uma.plan import SubPool
 from torch_uma.runs import Run
@@ -97,7 +97,8 @@ class StepPlaces:
             self._positions = self.packing.positions
         self.fixed = fixed_tokens(step, self.stores) if whole and not in_place else None
         self.is_fixed = is_fixed and self.fixed is not None
-        self.plans_reads = in_place and on_host(self.arena)
+        self.is_on_host = on_host(self.arena)
+        self.plans_reads = in_place and self.is_on_host
         for subpool in pool.plan.subpools:
             if subpool.is_state:
                 self._place_states(subpool)
@@ -182,10 +183,6 @@ class StepPlaces:
         subpool = store.subpool
         known = self._reads.get(subpool.index)
         where = self.tokens[subpool.index]
-        if known is None and starts is None and where.run is not None and self.num_new_tokens == 1:
-            first_entry, entries_between_rows = (pages * subpool.page_size for pages in where.run)
-            reads = plan_run(self.num_rows, self.max_past + 1, first_entry, entries_between_rows)
-            known = self._reads[subpool.index] = (None, reads)
         if known is None or not _is_same(known[0], starts):
             lifetime = subpool.lifetime
             reads = plan_reads(

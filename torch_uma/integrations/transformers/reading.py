@@ -16,7 +16,7 @@ from torch_uma.errors import PlanError, SequenceError
 from torch_uma.integrations.transformers.places import StepPlaces
 from torch_uma.integrations.transformers.stores import TokenStore
 from torch_uma.layout import Chunk, Window
-from torch_uma.ops.attend import attend_reads
+from torch_uma.ops.attend import attend_reads, attend_run
 
 
 class Scores(NamedTuple):
@@ -33,20 +33,34 @@ class Scores(NamedTuple):
     mask: Tensor | None = None
     indices: Tensor | None = None
 
+    @property
+    def is_bare(self) -> bool:
+        """Whether a query sees all keys up to its own, by their products alone; sinks may be there."""
+        return self.mask is self.bias is self.indices is None and self.softcap == 0.0
+
 
 _UNTOLD: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """By new keys, the places and store of readings that a model does not hand on to its attention."""
 
 
 class Reading(NamedTuple):
-    """Keys and values of one layer in one step: those in the arena, and the new ones [rows, heads, new, dim]."""
+    """Keys and values of one layer in one step: those in the arena, and the new ones [rows, heads, new, dim].
+
+    `views`: all of them, [rows, heads, tokens, dim], where one view on the host covers every row.
+    """
 
     places: StepPlaces
     store: TokenStore
     new: tuple[Tensor, Tensor]
+    views: tuple[Tensor, Tensor] | None = None
 
     def attend(self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """Attention of `query` [rows, heads, new, dim]: [rows, new, heads, value dim]."""
+        if self.views is not None and self.places.num_new_tokens == query.shape[2] == 1 and scores.is_bare:
+            keys, values = self.views
+            if query.shape[3] == keys.shape[3] == values.shape[3] and query.dtype == keys.dtype == values.dtype:
+                self.places.unused = None
+                return attend_run(query, keys, values, scores.scale, scores.sinks)
         return self._attend(query, key, value, self.store.offsets_bytes, scores)
 
     def attend_latents(
