@@ -153,8 +153,7 @@ class OwnSteps:
 
     _leave_untraced = _untraced(_leave)
 
-    @_untraced
-    def announce(self, num_new_tokens: int) -> None:
+    def _announce(self, num_new_tokens: int) -> None:
         """Begins the step of a forward that may be compiled, unless one is running or there are no rows yet.
 
         OutOfMemory. A forward that makes calls after all takes the step over, or ends it if it has another shape.
@@ -168,6 +167,8 @@ class OwnSteps:
             self._begin(num_new_tokens, None, is_fixed=True)
             assert self._open is not None
             self._open.is_announced = True
+
+    announce = _untraced(_announce)
 
     def _is_outdated(self) -> bool:
         """Whether a step was announced for another implementation of attention than the model has now."""
@@ -196,11 +197,13 @@ class OwnSteps:
         places = self._announced_places()
         return self._length() if places is None or places.is_traversed else places.longest_past
 
-    @_untraced
-    def _length(self) -> int:
+    def _now(self) -> int:
+        """Tokens in every row, without a trace."""
         if self._open is not None:
             return self._open.max_past + (self._open.num_new_tokens if self._is_complete() else 0)
         return self.rows.length
+
+    _length = _untraced(_now)
 
     def has_tokens(self) -> bool:
         """Whether the rows hold tokens; in a trace, whether they did before the step."""
@@ -212,8 +215,8 @@ class OwnSteps:
         """As for a given step, in a forward of `num_new_tokens` that is expected from now on."""
         self._announced = num_new_tokens
         if num_new_tokens == 1 and self.in_place:
-            self.announce(num_new_tokens)
-        return extent(lifetime, [self._length()], num_new_tokens)
+            self._announce(num_new_tokens)
+        return extent(lifetime, [self._now()], num_new_tokens)
 
     def fixed_sizes(self, layer: int, num_new_tokens: int) -> tuple[int, int | torch.Tensor] | None:
         """As for a given step. Begins the step of a forward that is to be compiled, as its masks are made first."""

@@ -35,14 +35,12 @@ def layer_configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
 
 
 def asks_to_compile() -> bool | None:
-    """Whether `generate()`, which asks a cache if it is compileable, is going to compile; None if it is not asking.
+    """Whether `generate()` is going to compile, if it has called what has called this; None if that was another.
 
-    Nothing tells a cache so, and masks for a compiled forward are made before it.
+    It asks a cache if it is compileable. Nothing else tells one so before masks for a compiled forward are made.
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not GenerationMixin._valid_auto_compile_criteria.__code__:
-        frame = frame.f_back
-    if frame is None:
+    frame: FrameType = sys._getframe(2)
+    if frame.f_code is not GenerationMixin._valid_auto_compile_criteria.__code__:
         return None
     model, options = frame.f_locals["self"], frame.f_locals["generation_config"]
     is_forced = options.compile_config is not None and options.compile_config._compile_all_devices
