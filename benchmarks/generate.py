@@ -114,6 +114,8 @@ class Contestant:
         self.step_ms: list[float] = []
         model.set_attn_implementation(self.attention)
         self.cache = policy.make(model, num_tokens)
+        if isinstance(self.cache, UnifiedCache):
+            self.cache.expect(len(tokens), num_tokens)  # makes the arena, for this attention
 
     def decode(self, num_new_tokens: int) -> list[torch.Tensor]:
         """Decodes greedily and times it; the logits of every step [batch, vocabulary]."""
