@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_uma.ops import attention, dtype_name, pieces, reads, reference
+from torch_uma.ops import attention, blocks, dtype_name, pieces, reads, reference
 from torch_uma.ops.attend import attend, attend_reads, attend_run, plan_reads
 from torch_uma.ops.attend_gathered import attend_gathered
 from torch_uma.ops.attend_pieces import attend_pieces, is_served
@@ -347,14 +347,14 @@ def check(
 def at_any_size(chance: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes that only weigh costs become small by chance, so that small cases take every path."""
     most_packed = chance.choice([1, 3, 16])
-    monkeypatch.setattr(reads, "MOST_PACKED", most_packed)
+    monkeypatch.setattr(blocks, "MOST_PACKED", most_packed)
     monkeypatch.setattr(host, "MOST_PACKED", most_packed)
     monkeypatch.setattr(host, "_FEW_TOKENS", chance.choice([1, 256]))
-    monkeypatch.setattr(reads, "_BLOCK_TOKENS", chance.choice([4, 30, 512]))
-    monkeypatch.setattr(reads, "_WINDOW_BLOCK_TOKENS", chance.choice([1, 7, 128]))
-    monkeypatch.setattr(reads, "_SHORT_RUN_BYTES", chance.choice([1, 1000, 5000, 2**16]))
-    monkeypatch.setattr(reads, "_MORE_SHORT", chance.choice([1, 4]))
-    monkeypatch.setattr(reads, "_COPY_BYTES", chance.choice([500, 2**20]))
+    monkeypatch.setattr(blocks, "_BLOCK_TOKENS", chance.choice([4, 30, 512]))
+    monkeypatch.setattr(blocks, "_WINDOW_BLOCK_TOKENS", chance.choice([1, 7, 128]))
+    monkeypatch.setattr(blocks, "_SHORT_RUN_BYTES", chance.choice([1, 1000, 5000, 2**16]))
+    monkeypatch.setattr(blocks, "_MORE_SHORT", chance.choice([1, 4]))
+    monkeypatch.setattr(blocks, "_COPY_BYTES", chance.choice([500, 2**20]))
     monkeypatch.setattr(attention, "_MOST_SCORES", chance.choice([1, 200, 2**20]))
     monkeypatch.setattr(attention, "_MOST_NUMBERS", chance.choice([1, 3000, 2**22]))
     monkeypatch.setattr(attention, "_FEW_NUMBERS", chance.choice([0, 2**17]))

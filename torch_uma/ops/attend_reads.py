@@ -16,8 +16,8 @@ from torch.nn.functional import pad
 
 from torch_uma.ops.attend_pieces import attend_pieces, is_served
 from torch_uma.ops.attention import Merge, flash, plain, wide_dtype, with_sinks
-from torch_uma.ops.blocks import Block, Run, Sees
-from torch_uma.ops.reads import MOST_PACKED, Reads
+from torch_uma.ops.blocks import MOST_PACKED, Block, Run, Sees
+from torch_uma.ops.reads import Reads
 from torch_uma.ops.reference import dtype_of
 
 # A plan keeps so many masks for the next layer.
@@ -52,7 +52,7 @@ def attend_reads(
     Arguments are those of `attend`, in host memory; `new_key` and `new_value` are given if and only if `reads` was
     planned so. One plan serves all layers that share a page table and a window; it may keep masks for the next.
     """
-    if reads.has_new != (new_key is not None):
+    if reads.queries.has_new != (new_key is not None):
         raise ValueError("new keys and values are given to a plan that was made for them, and to no other")
     if query.stride(2) != 1:
         query = query.contiguous()
@@ -326,8 +326,8 @@ class _Call:
             keys = torch.arange(run.num_tokens) if run.positions is None else run.positions
             behind = torch.arange(ahead, ahead + block.num_tokens).unsqueeze(1) - keys
             hidden = behind < 0
-            if self._reads.window:
-                hidden |= behind >= self._reads.window
+            if self._reads.queries.window:
+                hidden |= behind >= self._reads.queries.window
             band = _hide(hidden, self._mask_dtype)
             band = band.repeat_interleave(group, 0) if group > 1 else band
             if len(bands) < _MOST_BANDS:
