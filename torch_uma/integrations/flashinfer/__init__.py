@@ -6,7 +6,7 @@ from torch_uma.integrations.flashinfer.forms import FORMS, Question, Serving
 from torch_uma.integrations.flashinfer.library import Library, why_off
 from torch_uma.integrations.flashinfer.pages import Append, Pages, pages_of
 from torch_uma.integrations.flashinfer.runner import Runner
-from torch_uma.integrations.flashinfer.storage import Storage, View, storage_of
+from torch_uma.integrations.flashinfer.storage import Storage, storage_of
 from torch_uma.integrations.flashinfer.warm_up import warm_up
 
 __all__ = [
@@ -20,7 +20,6 @@ __all__ = [
     "Runner",
     "Serving",
     "Storage",
-    "View",
     "leave_off",
     "pages_of",
     "plan_call",

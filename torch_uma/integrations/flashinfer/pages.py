@@ -138,8 +138,8 @@ def pages_of(step: Step, subpool: SubPool, *, num_rows: int | None = None) -> Pa
     ids = books.tables.mirror[spread(books.tables.origin[k, step.rows] + first, num_pages)]
     if len(ids) and int(ids.min()) < 0:
         raise PlanError(
-            f"steps of up to {int(counts.max())} new tokens pass over pages of {subpool.name!r}, which keeps only what "
-            "later steps need; take at most a window less one token at a time, or attend to the new keys beside the "
+            f"a step of up to {int(counts.max())} new tokens sees some of {subpool.name!r} that are stored nowhere, as "
+            "no later step needs them; take at most a window less one at a time, or attend to the new keys beside the "
             "arena, as torch.ops.torch_uma.attend does with new_key"
         )
     indices = books.allocator.v2p[ids]

@@ -13,24 +13,9 @@ from torch import Tensor
 
 from torch_uma.arena import Arena
 from torch_uma.errors import PlanError
+from torch_uma.integrations.view import View
 from torch_uma.layout import Lifetime
 from torch_uma.plan import Plan, SubPool
-
-
-@dataclass(frozen=True, kw_only=True)
-class View:
-    """A strided view of the arena: `shape` and `strides` in elements of `dtype`, `offset_bytes` from its first byte."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset_bytes: int
-    dtype: torch.dtype
-
-    def over(self, arena: Tensor) -> Tensor:
-        """The view as a tensor: the memory of `arena`, uint8 `[bytes]`, never a copy."""
-        typed = arena.view(self.dtype)
-        first = typed.storage_offset() + self.offset_bytes // self.dtype.itemsize
-        return typed.as_strided(self.shape, self.strides, first)
 
 
 @dataclass(frozen=True, kw_only=True)
