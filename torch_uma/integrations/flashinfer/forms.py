@@ -84,10 +84,12 @@ def _layout(q: Question) -> str | None:
         return "it takes uint8 for NVFP4; declare the dtype that the numbers have"
     if g.dtypes[0] not in _HALVES + _FP8:
         return f"it reads float16, bfloat16, float8_e4m3fn and float8_e5m2, not {g.dtypes[0]}"
-    if q.dtype not in _HALVES + _FP8:
-        return f"queries are float16, bfloat16 or fp8, not {q.dtype}"
+    if q.dtype not in _HALVES:
+        return f"queries are float16 or bfloat16, and so is what they give, not {q.dtype}; cast them"
     if g.dtypes[0] in _HALVES and g.dtypes[0] != q.dtype:
         return f"queries of {q.dtype} over keys of {g.dtypes[0]}; cast the queries"
+    if g.dtypes[0] in _HALVES and (q.k_scale, q.v_scale) != (1.0, 1.0):
+        return f"scales are for keys and values of fp8, not of {g.dtypes[0]}"
     if any(size % ALIGNMENT_BYTES for size in (*heads, g.entry_bytes)):
         return (
             f"it loads {ALIGNMENT_BYTES} bytes at a time and does not look whether they are aligned; a head has "
@@ -157,9 +159,7 @@ def _no_dead_rows(q: Question) -> str | None:
     )
 
 
-def _fa2_fp8(q: Question) -> str | None:
-    if q.dtype in _FP8:
-        return "queries of fp8; cast them to bfloat16"
+def _fa2(q: Question) -> str | None:
     if q.geometry.dtypes[0] in _FP8 and 64 in q.geometry.dims:
         return "fp8 keys with heads of 64 numbers do not work; use bfloat16 or another form"
     return None
@@ -168,8 +168,8 @@ def _fa2_fp8(q: Question) -> str | None:
 def _fa3(q: Question) -> str | None:
     if q.capability[0] != 9:
         return f"it is for compute capability 9, and this is {q.capability[0]}.{q.capability[1]}"
-    if (q.geometry.dtypes[0] in _FP8) != (q.dtype in _FP8):
-        return f"fp8 keys need fp8 queries, and here are {q.geometry.dtypes[0]} and {q.dtype}"
+    if q.geometry.dtypes[0] in _FP8 and not q.geometry.is_latent:
+        return f"fp8 keys need fp8 queries there, and here are {q.dtype}; use fa2"
     return None
 
 
@@ -179,8 +179,6 @@ def _mla(q: Question) -> str | None:
         return f"a latent of 512 numbers with a rotary key of 64 or none, not {dims}"
     if dtype == torch.float8_e5m2 or (dtype in _FP8 and (q.capability[0] != 9 or q.dtype != torch.bfloat16)):
         return f"latents of {dtype} need float8_e4m3fn, bfloat16 queries and compute capability 9"
-    if q.dtype in _FP8:
-        return "queries of fp8; cast them to bfloat16"
     if (q.k_scale, q.v_scale) != (1.0, 1.0):
         return "latents are keys and values in one, and are taken as they are; multiply before you store them"
     return None
@@ -190,6 +188,8 @@ def _trtllm(q: Question) -> str | None:
     size = q.geometry.page_size
     if q.capability[0] != 10:
         return f"it is for compute capability 10, and this is {q.capability[0]}.{q.capability[1]}"
+    if q.geometry.dtypes[0] in _FP8:
+        return f"fp8 keys need fp8 queries there, and here are {q.dtype}; use fa2"
     if size & (size - 1):
         return f"pages of a power of two entries, not {size}"
     if q.geometry.page_stride >= 2**31:
@@ -203,6 +203,8 @@ def _xqa(q: Question) -> str | None:
         return f"it is for compute capability 9, 10 and 12, and this is {q.capability[0]}.{q.capability[1]}"
     if g.page_size not in (16, 32, 64, 128):
         return f"pages of 16, 32, 64 or 128 entries, not {g.page_size}"
+    if g.dtypes[0] == torch.float8_e5m2:
+        return "of fp8 it reads float8_e4m3fn"
     if g.dims[0] % 16 or not 16 <= g.dims[0] <= 512:
         return f"heads of a multiple of 16 numbers up to 512, not {g.dims[0]}"
     if g.entry_stride % g.dims[0]:
@@ -225,14 +227,14 @@ def _persistent(q: Question) -> str | None:
 
 _SQUARE = ((64, 64), (128, 128), (256, 256))
 _PREFILL = _dims(*_SQUARE, (192, 128))
-_FA2: tuple[Rule, ...] = (_layout, _has_heads, _PREFILL, _fa2_fp8)
+_FA2: tuple[Rule, ...] = (_layout, _has_heads, _PREFILL, _fa2)
 _FA3: tuple[Rule, ...] = (_layout, _has_heads, _PREFILL, _fa3, _no_dead_rows)
 _MLA: tuple[Rule, ...] = (_layout, _is_latent, _mla, _no_sinks, _no_softcap, _no_window)
-_FUNCTION: tuple[Rule, ...] = (_layout, _has_heads, _no_softcap, _equal_dims)
+_FUNCTION: tuple[Rule, ...] = (_layout, _has_heads, _no_softcap, _equal_dims, _no_dead_rows)
 
 FORMS: dict[str, tuple[Rule, ...]] = {
     "mla_fa3": (*_MLA, _fa3),
-    "mla_fa2": (*_MLA, _fa2_fp8),
+    "mla_fa2": _MLA,
     "sink_fa3": (*_FA3, _sinks, _no_softcap),
     "sink_fa2": (*_FA2, _sinks, _no_softcap),
     "decode_cuda_cores": (
@@ -242,8 +244,8 @@ FORMS: dict[str, tuple[Rule, ...]] = {
     "decode_tensor_cores": (*_FA2, _one_token, _equal_dims, _no_sinks),
     "prefill_fa3": (*_FA3, _no_sinks),
     "prefill_fa2": (*_FA2, _no_sinks),
-    "trtllm_decode": (*_FUNCTION, _trtllm, _one_token),
-    "trtllm_context": (*_FUNCTION, _trtllm),
+    "trtllm_decode": (*_FUNCTION, _dims(*_SQUARE), _trtllm, _one_token),
+    "trtllm_context": (*_FUNCTION, _dims(*_SQUARE), _trtllm),
     "xqa_decode": (*_FUNCTION, _xqa, _one_token),
     "persistent": (_layout, _has_heads, _no_sinks, _no_window, _equal_dims, _persistent),
 }

@@ -98,8 +98,6 @@ class Runner:
             if tables is None or tables[0] is not call.pages:
                 raise PlanError("the call was not planned for this step; plan it first")
             workspace = self._workspace(is_zeroed=True)
-            if sinks is not None and call.form == "xqa_decode":
-                sinks = sinks.view(call.question.geometry.num_kv_heads, -1)
             return run_function(self._library, call, query, views, sinks, workspace, tables[1]), None
         ring = self._rings.get((call.form, call.question.shared))
         if ring is None or ring.pages is not call.pages:
