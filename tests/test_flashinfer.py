@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import inspect
 import math
@@ -14,6 +15,7 @@ import torch
 from flashinfer_model import (
     BLACKWELL,
     HOPPER,
+    TOLERANCE,
     Event,
     Model,
     check_same,
@@ -28,6 +30,7 @@ from flashinfer_model import (
     stand_in,
     write,
 )
+from torch import Tensor
 
 import torch_uma
 from torch_uma import CachePool, Chunk, Full, Layer, Memory, PlanError, Row, Window
@@ -36,6 +39,7 @@ from torch_uma.integrations.flashinfer import Library, Question, Runner, plan_ca
 from torch_uma.integrations.flashinfer.forms import FORMS, choose, why_not
 from torch_uma.integrations.flashinfer.library import load
 from torch_uma.ops import substitutes
+from torch_uma.testing import scramble
 
 CASES = 40
 
@@ -553,6 +557,65 @@ def test_a_step_that_replays_a_graph_is_planned_beforehand():
     attention.plan(step)
     assert [entry[0] for entry in log] == ["wait", "replan", "record"]
     step.commit()
+
+
+def test_rows_of_unequally_many_tokens_are_answered_and_what_no_page_holds_is_not():
+    pool = make_pool(memory(Window(5), kv()), memory(Full(), kv()), page_size=2)
+    sequences = pool.add_many([0, 0])
+    run_steps(pool, sequences, [3, 8], random.Random(0))
+    library, log = stand_in()
+    attention = adapter.use(pool, library=library, capability=HOPPER)
+    assert attention is not None
+    step = pool.begin(sequences, [9, 1])
+    step.writes_first = True
+    write(step, torch.Generator().manual_seed(0))
+    for layer, is_served in ((0, False), (1, True)):
+        question = question_of(pool.plan, layer, num_heads=2, dtype=torch.bfloat16, scale=0.1, capability=HOPPER)
+        query = queries(question, 10, random.Random(0))
+        new = torch.zeros(10, 2, 64, dtype=torch.bfloat16)
+        reference(step, layer, question, query, new_key=new, new_value=new)
+        assert bool(log) == is_served
+    assert "stored nowhere" in str(attention.declined)
+    step.abort()
+
+
+def test_a_model_attends_by_flashinfer_where_its_cache_is_not_on_the_host(monkeypatch):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=64,
+        vocab_size=50,
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
+    importlib.import_module("torch_uma.integrations.transformers")
+    model.set_attn_implementation("torch_uma")
+    places = importlib.import_module("torch_uma.integrations.transformers.places")
+    monkeypatch.setattr(places, "on_host", lambda tensor: False)
+    given: list[list[Tensor]] = []
+    runs = []
+    for is_used in (False, True):
+        pool = CachePool(model, memory="1MiB", page_size=3)
+        library, log = stand_in()
+        if is_used:
+            adapter.use(pool, library=library, capability=HOPPER)
+        first, second = pool.add_many([0, 0])
+        given.append([])
+        for counts in ({first: 7}, {second: 4}, {first: 1, second: 1}, {first: 1, second: 5}):
+            tokens = torch.arange(sum(counts.values())) % 50
+            shape = (1, -1) if len(set(counts.values())) > 1 else (len(counts), -1)
+            with torch.no_grad(), pool.step(counts) as cache:
+                given[-1].append(model(tokens.view(shape), cache=cache, **cache.inputs()).logits)
+            scramble(pool, 1)
+        runs.append([entry[0] for entry in log].count("run"))
+    assert runs == [0, 8], "two layers in each of four steps"
+    for alone, served in zip(*given):
+        torch.testing.assert_close(served, alone, atol=TOLERANCE, rtol=TOLERANCE)
 
 
 def test_a_substitute_goes_with_its_pool():

@@ -111,7 +111,8 @@ class Attention:
         **others: Tensor | None,
     ) -> tuple[Tensor, Tensor] | None:
         """What the op gives, or None where it is left to do it: the reason is in `declined`."""
-        place = (origin_bytes + offsets_bytes[0], origin_bytes + offsets_bytes[1], tuple(dims), num_kv_heads)
+        at = (origin_bytes + offsets_bytes[0], origin_bytes + offsets_bytes[1])
+        place = (page_table.data_ptr(), *at, tuple(dims), num_kv_heads)
         kind = (*place, query.dtype, query.shape[1], scale, window, chunk, softcap, sinks is not None)
         given = [name for name, tensor in others.items() if tensor is not None]
         storage, step = self._layers.get(place), self._step_of(rows)
@@ -237,7 +238,9 @@ def _layers_by_place(pool: CachePool) -> dict[tuple[Any, ...], Storage]:
         (key, value), dims = storage.offsets_bytes, storage.geometry.dims
         if storage.geometry.is_latent:
             value, dims = key, (sum(dims), dims[0])
-        places[key, value, dims, storage.geometry.num_kv_heads] = storage
+        # Grids of two sub-pools can begin at one byte; their page tables cannot.
+        table = pool.tables.page_table(storage.geometry.subpool).data_ptr()
+        places[table, key, value, dims, storage.geometry.num_kv_heads] = storage
     return places
 
 
