@@ -550,8 +550,14 @@ def test_a_step_that_replays_a_graph_is_planned_beforehand():
     assert attention is not None
     step = pool.begin(sequences, 1)
     write(step, torch.Generator().manual_seed(0))
+    with pytest.raises(PlanError, match="no step of this kind has been served yet"):
+        attention.plan(step)
     reference(step, 0, question, queries(question, 3, random.Random(0)))
     step.commit()
+    step = pool.begin(sequences, 2)
+    with pytest.raises(PlanError, match="no step of this kind has been served yet"):
+        attention.plan(step)
+    step.abort()
     step = pool.begin(sequences, 1)
     log.clear()
     attention.plan(step)

@@ -74,14 +74,21 @@ class Attention:
     def plan(self, step: Step) -> None:
         """Plan all that has been asked in earlier steps, for a step that replays a graph: before the replay.
 
-        PlanError where a step of this kind is not served. Waits only for the copy of an earlier plan.
+        PlanError where a step of this kind is not served, or none has been yet. Waits only for the copy of an earlier
+        plan.
         """
+        is_any = False
         for asked in self._asked.values():
-            if asked.reason is None:
-                pages = self._pages_of(step, asked.storage.geometry.subpool)
-                if isinstance(pages, str):
-                    raise PlanError(pages)
+            if asked.reason is not None:
+                continue
+            pages = self._pages_of(step, asked.storage.geometry.subpool)
+            if isinstance(pages, str):
+                raise PlanError(pages)
+            if asked.question.most_new_tokens == _one_or_more(pages):
                 self._run().plan(asked.over(pages))
+                is_any = True
+        if not is_any:
+            raise PlanError("no step of this kind has been served yet; run one before its graph is captured")
 
     def attend(
         self,
@@ -152,14 +159,14 @@ class Attention:
             return pages
         if query.shape[0] != pages.num_tokens:
             return "the queries are not the new tokens of the step"
-        kind = (*kind, pages.most_new_tokens, step.writes_first)
+        kind = (*kind, _one_or_more(pages), step.writes_first)
         asked = self._asked.get(kind)
         if asked is None:
             question = Question(
                 geometry=storage.geometry,
                 num_heads=query.shape[1],
                 dtype=query.dtype,
-                most_new_tokens=pages.most_new_tokens,
+                most_new_tokens=_one_or_more(pages),
                 scale=scale,
                 softcap=softcap,
                 has_sinks=has_sinks,
@@ -249,3 +256,8 @@ def _width(storage: Storage) -> tuple[int, int]:
     lifetime = storage.geometry.lifetime
     window = lifetime.num_tokens if isinstance(lifetime, Window) else 0
     return window, lifetime.num_tokens if isinstance(lifetime, Chunk) else 0
+
+
+def _one_or_more(pages: Pages) -> int:
+    """1, or 2 for any more new tokens of one row: which forms serve depends on no more than that."""
+    return min(pages.most_new_tokens, 2)

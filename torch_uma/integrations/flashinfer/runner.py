@@ -66,7 +66,7 @@ class Runner:
         return pool
 
     def plan(self, call: Call) -> None:
-        """Plan a call, unless a layer with the same plan and pages has been; not within a captured graph.
+        """Plan a call, unless a layer with the same plan and pages has been; PlanError while a graph is captured.
 
         Waits only for the copy of an earlier plan by the same wrapper, which has mostly passed.
         """
@@ -74,6 +74,7 @@ class Runner:
             subpool = call.question.geometry.subpool
             known = self._tables.get(subpool)
             if known is None or known[0] is not call.pages:
+                self._check_not_captured()
                 self._tables[subpool] = (call.pages, self._tables_of(call, known))
             return
         key = (call.form, call.question.shared)
@@ -81,6 +82,7 @@ class Runner:
         if ring is None:
             ring = self._rings[key] = _Ring(1 if self.num_rows is not None else 2)
         if ring.pages is not call.pages:
+            self._check_not_captured()
             ring.plan(call, self._library, self._workspace(is_zeroed=False), self._graph_size(call))
 
     def run(self, call: Call, query: Tensor, *, sinks: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -105,6 +107,12 @@ class Runner:
         out, lse = ring.current.run(call, query, views, sinks)
         return out, lse * math.log(2)
 
+    def _check_not_captured(self) -> None:
+        if self.pool.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise PlanError(
+                "a step cannot be planned while a graph is captured; plan it before, and before each replay"
+            )
+
     def _workspace(self, *, is_zeroed: bool) -> Tensor:
         """Forms without a plan keep counters in theirs, which begin at zero, so they have one of their own."""
         if is_zeroed not in self._workspaces:
@@ -120,7 +128,7 @@ class Runner:
                 f"the graph is made for {self.num_rows} rows, and the call has {len(call.pages.lengths)}; pad it with "
                 f"plan_call(..., num_rows={self.num_rows})"
             )
-        return GraphSize(self.num_rows, self._most_pages(call))
+        return GraphSize(num_rows=self.num_rows, pages_per_row=self._most_pages(call))
 
     def _most_pages(self, call: Call) -> int:
         """Of one row, as long as the pool lets it get."""

@@ -7,6 +7,7 @@ planned again is `runner`'s business. No backend is left to FlashInfer's choice,
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -18,12 +19,12 @@ from torch_uma.integrations.flashinfer.library import Library
 from torch_uma.integrations.flashinfer.pages import Pages
 
 
+@dataclass(frozen=True, kw_only=True)
 class GraphSize:
     """How large the buffers of a captured graph are: `num_rows` rows of at most `pages_per_row` pages each."""
 
-    def __init__(self, num_rows: int, pages_per_row: int) -> None:
-        self.num_rows = num_rows
-        self.pages_per_row = pages_per_row
+    num_rows: int
+    pages_per_row: int
 
     def buffers(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """int32 for what is before the queries [R + 1] and the pages [R + 1], the pages, and a number for each row."""
@@ -261,7 +262,7 @@ def run_function(
     if call.form == "trtllm_context":
         attended: Tensor = library.trtllm_context(
             **arguments,
-            max_q_len=question.most_new_tokens,
+            max_q_len=call.pages.most_new_tokens,
             max_kv_len=tables.longest,
             batch_size=len(tables.lengths),
             cum_seq_lens_q=tables.query_starts,
