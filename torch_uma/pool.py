@@ -94,6 +94,11 @@ class CachePool:
         tables = Tables(self.plan, allocator.v2p, num_rows=max_sequences, max_tokens=max_tokens, device=self.device)
         allocator.on_moved = tables.note_pages
         self._sequences: Sequences | None = Sequences(Lifespans(self.plan), allocator, tables)
+        self.substitute: object | None = None  # who attends over the arena instead of the ops
+        if self.device.type == "cuda":
+            from torch_uma.integrations.flashinfer import use
+
+            use(self)
 
     # Parts
 
@@ -319,7 +324,7 @@ class CachePool:
             users = sorted({lease.user for lease in self.allocator.ledger.leases})
             raise LeaseError(f"pages are still leased by {', '.join(users)}; close those leases before the pool")
         self.guard.closed = True
-        self._arena = self._sequences = None
+        self._arena = self._sequences = self.substitute = None
 
     def __enter__(self) -> CachePool:
         return self

@@ -39,6 +39,7 @@ class Step:
         epoch: the number of the step.
         state_touched: set by whoever starts to change the states in place; if the step is then aborted, the sequences
             that had a state cannot go on before `crop(0)`.
+        writes_first: set by whoever writes new tokens into the arena before their layer attends to them.
         on_settle: set by whoever opened the step without a block around it; the pool calls it before any other
             operation, to bring the step to an end first.
     """
@@ -58,6 +59,7 @@ class Step:
         "pool",
         "rows",
         "state_touched",
+        "writes_first",
     )
 
     def __init__(self, pool: CachePool, batch: Batch, num_new_tokens: int | Int64Array, epoch: int) -> None:
@@ -73,6 +75,7 @@ class Step:
         self.epoch = epoch
         books.last_epoch[rows] = epoch
         self.state_touched = False
+        self.writes_first = False
         self.on_settle: Callable[[], None] | None = None
         self.is_open = True
 

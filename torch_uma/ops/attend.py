@@ -2,7 +2,8 @@
 
 Owns what the op `attend` means, and its two ways. On the host, `plan_reads` says once for all layers of a kind which
 runs of entries are read, and `attend_reads` attends to each run in place. Elsewhere nothing may be read back, so what
-every column of the page table names is gathered, and masked where it is not seen.
+every column of the page table names is gathered, and masked where it is not seen. Before either, a substitute is asked
+that somebody may have registered for the arena, such as the adapter to FlashInfer.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from torch_uma.ops import reference
+from torch_uma.ops import reference, substitutes
 from torch_uma.ops.attend_gathered import attend_gathered
 from torch_uma.ops.attend_reads import attend_reads as attend_reads
 from torch_uma.ops.attend_reads import attend_run as attend_run
@@ -77,6 +78,36 @@ def attend(
     """
     if (new_key is None) != (new_value is None):
         raise ValueError("new keys are given with new values, or neither")
+    served = substitutes.ask(
+        arena,
+        query,
+        query_starts,
+        page_table,
+        v2p,
+        rows,
+        lengths,
+        origin_bytes,
+        entry_bytes,
+        page_size,
+        offsets_bytes,
+        dims,
+        num_kv_heads,
+        dtypes,
+        scale,
+        window=window,
+        chunk=chunk,
+        softcap=softcap,
+        starts=starts,
+        sinks=sinks,
+        mask=mask,
+        bias=bias,
+        first_column=first_column,
+        indices=indices,
+        new_key=new_key,
+        new_value=new_value,
+    )
+    if served is not None:
+        return served
     if indices is None and reference.on_host(arena):
         reads = plan_reads(
             page_table.numpy(),

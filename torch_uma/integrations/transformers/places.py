@@ -57,6 +57,7 @@ class StepPlaces:
 
     def __init__(self, pool: CachePool, step: Step, *, whole: bool, in_place: bool, is_fixed: bool = False) -> None:
         self.step = step
+        step.writes_first = True  # `update` of a layer does
         self.in_place = in_place
         self.arena = pool.arena.bytes
         self.past = step.past

@@ -1,0 +1,178 @@
+"""Plans and runs calls for one pool, step after step.
+
+Owns the wrappers, their workspaces, and the moment at which one may be planned again: FlashInfer stages a plan in one
+pinned buffer of a wrapper and copies it later, so that a second plan before that copy has passed would be read by the
+first step.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_uma.errors import PlanError
+from torch_uma.integrations.flashinfer.calls import Call
+from torch_uma.integrations.flashinfer.forms import FUNCTIONS, Question
+from torch_uma.integrations.flashinfer.library import Library, load
+from torch_uma.integrations.flashinfer.pages import Pages
+from torch_uma.integrations.flashinfer.storage import clear_sink
+from torch_uma.integrations.flashinfer.wrappers import GraphSize, Tables, Wrapper, make, run_function
+from torch_uma.layout import Chunk, Window
+from torch_uma.pool import CachePool
+
+_WORKSPACE_BYTES = 128 << 20
+
+
+class Runner:
+    """FlashInfer over one pool.
+
+    Outside of a graph two wrappers take turns for each kind of call; a captured graph reads the buffers of one, which
+    waits until its last plan has been copied. All share one workspace, as they run one after another on the arena's
+    stream.
+
+    Args:
+        pool: whose arena is read; its sink is cleared, so that padded rows read zeros.
+        library: FlashInfer, imported if it is not given.
+        num_rows: for steps that are captured in a graph: the rows that it is made for, padding included.
+        workspace_bytes: for partial results.
+    """
+
+    def __init__(
+        self,
+        pool: CachePool,
+        *,
+        library: Library | None = None,
+        num_rows: int | None = None,
+        workspace_bytes: int = _WORKSPACE_BYTES,
+    ) -> None:
+        self._pool = weakref.ref(pool)  # which holds whoever attends over it
+        self.num_rows = num_rows
+        self._library = load() if library is None else library
+        self._workspace_bytes = workspace_bytes
+        self._workspaces: dict[bool, Tensor] = {}
+        self._rings: dict[tuple[str, Question], _Ring] = {}
+        self._tables: dict[int, tuple[Pages, Tables]] = {}
+        clear_sink(pool.arena)
+
+    @property
+    def pool(self) -> CachePool:
+        """Whose arena is read."""
+        pool = self._pool()
+        assert pool is not None
+        return pool
+
+    def plan(self, call: Call) -> None:
+        """Plan a call, unless a layer with the same plan and pages has been; PlanError while a graph is captured.
+
+        Waits only for the copy of an earlier plan by the same wrapper, which has mostly passed.
+        """
+        if call.form in FUNCTIONS:
+            subpool = call.question.geometry.subpool
+            known = self._tables.get(subpool)
+            if known is None or known[0] is not call.pages:
+                self._check_not_captured()
+                self._tables[subpool] = (call.pages, self._tables_of(call, known))
+            return
+        key = (call.form, call.question.shared)
+        ring = self._rings.get(key)
+        if ring is None:
+            ring = self._rings[key] = _Ring(1 if self.num_rows is not None else 2)
+        if ring.pages is not call.pages:
+            self._check_not_captured()
+            ring.plan(call, self._library, self._workspace(is_zeroed=False), self._graph_size(call))
+
+    def run(self, call: Call, query: Tensor, *, sinks: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Attention of `query` [T, Hq, Dk], which was planned: `[T, Hq, Dv]`, and natural log-sum-exps `[T, Hq]`.
+
+        For latents a query has the numbers of the latent and then those of the rotary key. New tokens must have been
+        written. `sinks` [Hq] as said in the question. Forms without a plan give no log-sum-exps. Does not wait, and can
+        be captured; a replay reads what was planned last.
+        """
+        if (sinks is not None) != call.question.has_sinks:
+            raise PlanError("sinks are given where the question says so, and nowhere else; ask with has_sinks")
+        views = call.storage.tensors(self.pool.arena.bytes)
+        if call.form in FUNCTIONS:
+            tables = self._tables.get(call.question.geometry.subpool)
+            if tables is None or tables[0] is not call.pages:
+                raise PlanError("the call was not planned for this step; plan it first")
+            workspace = self._workspace(is_zeroed=True)
+            return run_function(self._library, call, query, views, sinks, workspace, tables[1]), None
+        ring = self._rings.get((call.form, call.question.shared))
+        if ring is None or ring.pages is not call.pages:
+            raise PlanError("the call was not planned for this step; plan it first")
+        out, lse = ring.current.run(call, query, views, sinks)
+        return out, lse * math.log(2)
+
+    def _check_not_captured(self) -> None:
+        if self.pool.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise PlanError(
+                "a step cannot be planned while a graph is captured; plan it before, and before each replay"
+            )
+
+    def _workspace(self, *, is_zeroed: bool) -> Tensor:
+        """Forms without a plan keep counters in theirs, which begin at zero, so they have one of their own."""
+        if is_zeroed not in self._workspaces:
+            workspace = torch.empty(self._workspace_bytes, dtype=torch.uint8, device=self.pool.device)
+            self._workspaces[is_zeroed] = workspace.zero_() if is_zeroed else workspace
+        return self._workspaces[is_zeroed]
+
+    def _graph_size(self, call: Call) -> GraphSize | None:
+        if self.num_rows is None:
+            return None
+        if len(call.pages.lengths) != self.num_rows:
+            raise PlanError(
+                f"the graph is made for {self.num_rows} rows, and the call has {len(call.pages.lengths)}; pad it with "
+                f"plan_call(..., num_rows={self.num_rows})"
+            )
+        return GraphSize(num_rows=self.num_rows, pages_per_row=self._most_pages(call))
+
+    def _most_pages(self, call: Call) -> int:
+        """Of one row, as long as the pool lets it get."""
+        geometry = call.question.geometry
+        columns = self.pool.tables.columns[geometry.subpool]
+        if isinstance(geometry.lifetime, Window | Chunk):
+            seen = geometry.lifetime.num_tokens + call.question.most_new_tokens - 1
+            return min(columns, (seen + geometry.page_size - 2) // geometry.page_size + 1)
+        return columns
+
+    def _tables_of(self, call: Call, known: tuple[Pages, Tables] | None) -> Tables:
+        columns = None if self.num_rows is None else self._most_pages(call)
+        made = Tables(call.pages, self.pool.device, columns)
+        if self.num_rows is None or known is None:
+            return made
+        known[1].update(made)  # a graph reads them where they are
+        return known[1]
+
+
+class _Ring:
+    """Wrappers that take turns, each with the event of its last plan's copy."""
+
+    def __init__(self, size: int) -> None:
+        self._wrappers: list[Wrapper | None] = [None] * size
+        self._copied: list[Any] = [None] * size
+        self._turn = 0
+        self.pages: Pages | None = None
+
+    @property
+    def current(self) -> Wrapper:
+        """The one that was planned last."""
+        wrapper = self._wrappers[self._turn]
+        assert wrapper is not None
+        return wrapper
+
+    def plan(self, call: Call, library: Library, workspace: Tensor, graph: GraphSize | None) -> None:
+        turn = (self._turn + 1) % len(self._wrappers)
+        wrapper = self._wrappers[turn]
+        if wrapper is None:
+            wrapper = self._wrappers[turn] = make(library, call, workspace, graph)
+        if self._copied[turn] is not None:
+            self._copied[turn].synchronize()
+        self.pages = None  # a plan that fails leaves nothing to run
+        wrapper.plan(call)
+        copied = self._copied[turn] = library.event()
+        copied.record()
+        self._turn, self.pages = turn, call.pages
