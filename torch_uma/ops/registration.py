@@ -109,7 +109,7 @@ def _on_cuda(name: str) -> Callable[..., Any]:
         return REFERENCES[name]
     from torch_uma.ops import triton as kernels
 
-    kernel: Callable[..., Any] = getattr(kernels, name, REFERENCES[name])
+    kernel: Callable[..., Any] = getattr(kernels, name)
     return kernel
 
 
