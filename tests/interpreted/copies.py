@@ -1,12 +1,15 @@
-"""The kernel of `relocate`, interpreted, against the reference, bit by bit."""
+"""The kernel of `relocate`, interpreted, against the reference, bit by bit; how work is cut; which kernel is whose."""
 
+import inspect
 import random
 
 import pytest
 import torch
+from triton.runtime.errors import InterpreterError
 
-from torch_uma.ops import reference
+from torch_uma.ops import reference, registration
 from torch_uma.ops import triton as kernels
+from torch_uma.ops.registration import REFERENCES
 from torch_uma.ops.triton.copies import plan_relocate
 from torch_uma.ops.triton.launch import Machine, block_of, num_programs
 
@@ -75,7 +78,7 @@ def test_every_word_of_a_wave_has_one_place_in_a_tile(page_bytes, num_pairs):
     assert constants["PAIRS"] * constants["WORDS"] == 2048
     num_tiles = -(-num_pairs // constants["PAIRS"]) * -(-page_bytes // (word_bytes * constants["WORDS"]))
     assert launch.num_programs == min(num_tiles, 132 * 8)
-    assert launch.arguments[3:] == (num_pairs, 0, page_bytes // (word_bytes * constants["VECTOR_WORDS"]))
+    assert launch.arguments[3:] == (num_pairs, 0, 0, page_bytes // (word_bytes * constants["VECTOR_WORDS"]))
 
 
 def test_blocks_waste_little():
@@ -90,3 +93,30 @@ def test_blocks_waste_little():
 
 def test_there_is_always_a_program():
     assert [num_programs(MACHINE, num_tiles) for num_tiles in (0, 1, 500, 10**7)] == [1, 1, 500, 1056]
+
+
+@pytest.mark.parametrize(("src", "dst"), [([5], [2]), ([2], [5]), ([9], [8]), ([0, 1, 5], [2, 3, 4])])
+def test_pages_outside_the_arena_fail(src, dst):
+    with pytest.raises(InterpreterError, match="outside the arena"):
+        kernels.relocate(random_arena(16 + 5 * 32 + 16), torch.tensor(src), torch.tensor(dst), 16, 32)
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_each_op_has_a_kernel_that_takes_what_its_reference_takes(name):
+    kernel = getattr(kernels, name)
+    assert registration._on_cuda(name) is kernel
+    assert list(inspect.signature(kernel).parameters) == list(inspect.signature(REFERENCES[name]).parameters)
+
+
+def test_without_triton_the_reference_runs(monkeypatch):
+    monkeypatch.setattr(registration.importlib.util, "find_spec", lambda name: None)
+    assert registration._on_cuda.__wrapped__("relocate") is reference.relocate
+
+
+def test_what_runs_on_cuda_is_the_kernel():
+    arena = random_arena(320)
+    expected = arena.clone()
+    arguments = (torch.tensor([1]), torch.tensor([7]), 0, 32)
+    registration._launch("relocate", arena, *arguments)
+    reference.relocate(expected, *arguments)
+    assert torch.equal(arena, expected)

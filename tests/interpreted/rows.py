@@ -8,6 +8,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.runtime.errors import InterpreterError
 
 from torch_uma.ops import dtype_name, reference
 from torch_uma.ops import triton as kernels
@@ -147,15 +148,33 @@ def test_a_missing_entry_gives_zeros_even_if_its_scale_is_nan():
     assert got.dtype == torch.bfloat16 and got.tolist() == [[0.0] * 3] * 2
 
 
+def test_entries_outside_the_arena_fail():
+    arena = nan_arena(32 + 5 * 64)
+    layout = (32, 64, [48], ["float32"], [None])
+    kernels.write_rows(arena, [torch.ones(1, 4)], torch.tensor([4]), *layout)
+    with pytest.raises(InterpreterError, match="outside the arena"):
+        kernels.write_rows(arena, [torch.ones(2, 4)], torch.tensor([4, 5]), *layout)
+    with pytest.raises(InterpreterError, match="outside the arena"):
+        kernels.gather_rows(arena, torch.tensor([4, 5]), 32, 64, [48], [4], ["float32"], None, [None])
+
+
 def test_what_has_no_kernel_goes_the_way_of_the_reference():
     values = torch.randn(2, 4, dtype=torch.float64)
     expected, got = write_both([values], torch.arange(2), 0, 32, [0], [torch.float32])
     assert torch.equal(got, expected)
     (want,), (have,) = gather_both(expected, torch.arange(2), 0, 32, [0], [4], [torch.float32], torch.int8)
     assert_same_bits(have, want)
-    assert not is_supported(torch.float64, torch.float32, None, saturates=True)
-    assert not is_supported(torch.float32, torch.int8, None, saturates=False)
-    assert is_supported(torch.float64, torch.float64, None, saturates=False)
+    scale = torch.ones(2, 1)
+    for source, target, given, saturates, supported in [
+        (torch.float64, torch.float32, None, True, False),
+        (torch.float32, torch.int8, None, False, False),
+        (torch.float32, torch.int8, None, True, True),
+        (torch.float64, torch.float64, None, False, True),
+        (torch.float32, torch.int8, scale, True, True),
+        (torch.float32, torch.int8, scale.double(), True, False),
+        (torch.float32, torch.int8, scale.to("meta"), True, False),
+    ]:
+        assert is_supported(source, target, given, torch.device("cpu"), saturates=saturates) == supported
 
 
 @triton.jit
@@ -195,8 +214,10 @@ def test_nan_stays_nan(dtype):
 
 
 @triton.jit
-def offsets_kernel(entries, row, at_caller, in_arena, entries_per_batch, VECTORS: tl.constexpr, BLOCK: tl.constexpr):
-    callers, arenas, _, _, _, _ = row_offsets(0, 2, entries_per_batch, entries, row, VECTORS, BLOCK)
+def offsets_kernel(
+    entries, row, at_caller, in_arena, entries_per_batch, arena_entries, VECTORS: tl.constexpr, BLOCK: tl.constexpr
+):
+    callers, arenas, _, _, _, _ = row_offsets(0, 2, entries_per_batch, arena_entries, entries, row, VECTORS, BLOCK)
     flat = tl.arange(0, BLOCK[0])[:, None] * BLOCK[1] + tl.arange(0, BLOCK[1])[None, :]
     tl.store(at_caller + flat, callers)
     tl.store(in_arena + flat, arenas)
@@ -214,7 +235,7 @@ def test_offsets_beyond_32_bits():
     block = (segments.block_segments, segments.block_numbers)
     at_caller, in_arena = (torch.empty(block, dtype=torch.int64) for _ in range(2))
     vectors = (segments.vector, segments.stored_vector)
-    offsets_kernel[(1,)](entries, tuple(row), at_caller, in_arena, 1, VECTORS=vectors, BLOCK=block)
+    offsets_kernel[(1,)](entries, tuple(row), at_caller, in_arena, 1, 2**32, VECTORS=vectors, BLOCK=block)
     numbers = torch.arange(64)
     assert torch.equal(at_caller[:2], torch.stack([numbers, 2**40 + numbers]))
     assert torch.equal(in_arena[:2], (entries * 2**16 + 2**33 + 16) // 2 + numbers)

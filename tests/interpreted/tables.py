@@ -6,6 +6,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.runtime.errors import InterpreterError
 
 from torch_uma.ops import triton as kernels
 from torch_uma.ops.registration import REFERENCES
@@ -115,6 +116,27 @@ def test_page_index_of_padding_alone(rows):
     indptr, indices, last = kernels.page_index(table, torch.arange(6).int(), index, torch.full_like(index, 40), 16, 4)
     assert indptr.tolist() == list(range(len(rows) + 1))
     assert (indices.tolist(), last.tolist()) == ([0] * 4, [1] * len(rows))
+
+
+def test_what_lies_outside_a_table_fails():
+    table = torch.zeros(3, 2, dtype=torch.int32)
+    v2p, one, stack = torch.arange(5).int(), torch.tensor([1]), torch.tensor([3, 4], dtype=torch.int32)
+    taken = torch.tensor([0])
+    for match, name, arguments in [
+        ("outside the table", "remap", (v2p, torch.tensor([5]), one.int())),
+        ("outside the page table", "locate", (table, v2p, torch.tensor([3]), one[:, None], 4, 1)),
+        ("outside v2p", "locate", (table + 5, v2p, one, one[:, None], 4, 1)),
+        ("outside v2p", "page_index", (table + 5, v2p, one, one, 4, 9)),
+        ("no such cell", "page_index", (table, v2p, one, one + 8, 4, 9)),
+        ("no such cell", "page_index", (table, v2p, one + 2, one, 4, 9)),
+        ("outside the page table", "allocate", (table, taken, stack, one, torch.tensor([8]), 4)),
+        ("outside the page table", "allocate", (table, taken, stack, one + 2, torch.tensor([4]), 4)),
+        ("too few", "allocate", (table, taken + 2, stack, one, torch.tensor([4]), 4)),
+        ("none was taken", "release", (table, taken, stack, one, torch.tensor([5]), torch.tensor([4]), 4)),
+        ("outside the page table", "release", (table, taken + 1, stack, one, torch.tensor([9]), torch.tensor([8]), 4)),
+    ]:
+        with pytest.raises(InterpreterError, match=match):
+            getattr(kernels, name)(*arguments)
 
 
 @triton.jit

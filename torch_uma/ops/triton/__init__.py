@@ -2,7 +2,7 @@
 
 Each function here does what the one of the same name among the references says. None of them looks at a number on the
 device, and none makes a tensor other than its results, unless it has to lay out an argument anew. A page, entry or cell
-outside its tensor is the caller's mistake, as in any kernel: it is not looked for.
+outside its tensor fails an assertion on the device, as in torch's own kernels.
 """
 
 from torch_uma.ops.triton.copies import relocate as relocate

@@ -17,12 +17,13 @@ from torch_uma.ops.triton.launch import Launch, Machine, block_of, machine_of, n
 _TILE_WORDS = 2048
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
+@triton.jit(do_not_specialize=["num_pairs", "num_pages"])
 def relocate_kernel(
     arena,
     src_pages,
     dst_pages,
     num_pairs,
+    num_pages,
     first_vector,
     page_vectors,
     WORD: tl.constexpr,
@@ -39,6 +40,7 @@ def relocate_kernel(
         word = tile % num_parts * WORDS + tl.arange(0, WORDS)
         src = tl.load(src_pages + pair, mask=pair < num_pairs, other=-1)
         dst = tl.load(dst_pages + pair, mask=pair < num_pairs, other=-1)
+        tl.device_assert((src < num_pages) & (dst < num_pages), "a page lies outside the arena")
         copied = ((src >= 0) & (dst >= 0))[:, None] & (word < page_words)[None, :]
         source = place(src, first_vector, page_vectors) * VECTOR_WORDS
         target = place(dst, first_vector, page_vectors) * VECTOR_WORDS
@@ -65,6 +67,7 @@ def plan_relocate(
             src_pages.contiguous(),
             dst_pages.contiguous(),
             num_pairs,
+            (arena.numel() - origin_bytes) // page_bytes,
             origin_bytes // vector_bytes,
             page_bytes // vector_bytes,
         ),

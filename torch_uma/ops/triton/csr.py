@@ -14,7 +14,7 @@ from torch_uma.ops.triton.tables import physical_page
 _BLOCK = 256
 
 
-@triton.jit(do_not_specialize=["num_rows", "capacity"])
+@triton.jit(do_not_specialize=["num_rows", "capacity", "num_ids", "table_rows", "num_columns"])
 def page_index_kernel(
     page_table,
     v2p,
@@ -26,6 +26,9 @@ def page_index_kernel(
     last_page_len,
     num_rows,
     capacity,
+    num_ids,
+    table_rows,
+    num_columns,
     row_stride,
     column_stride,
     page_size,
@@ -58,10 +61,11 @@ def page_index_kernel(
     tl.store(indptr + num_rows, total, mask=own == 0)
     last_entries = tl.where(has_pages, (length - 1) % page_size + 1, 1)
     tl.store(last_page_len + own, last_entries.to(tl.int32), mask=own < num_rows)
+    tl.device_assert((row < table_rows) & ((row < 0) | (tl.cdiv(length, page_size) <= num_columns)), "no such cell")
     live_end = tl.where(has_pages, end, begin)
     for at in range(begin, end, BLOCK):
         i = at + tl.arange(0, BLOCK)
-        page = physical_page(page_table, v2p, row, column + i - begin, i < live_end, row_stride, column_stride)
+        page = physical_page(page_table, v2p, num_ids, row, column + i - begin, i < live_end, row_stride, column_stride)
         tl.store(indices + i, tl.maximum(page, 0), mask=(i < end) & (i < capacity))
     for at in range(total + own * BLOCK, capacity, tl.num_programs(0) * BLOCK):
         i = at + tl.arange(0, BLOCK)
@@ -90,6 +94,8 @@ def plan_page_index(
             *results,
             len(rows),
             len(results[1]),
+            len(v2p),
+            *page_table.shape,
             *page_table.stride(),
             page_size,
         ),

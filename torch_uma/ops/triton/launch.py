@@ -51,8 +51,9 @@ class Launch:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What the kernel takes by name. Products are rounded before they are added to, as torch does."""
-        return {**self.constants, "num_warps": self.num_warps, "enable_fp_fusion": False}
+        """What the kernel takes by name. As in torch, products are rounded before a sum, and assertions are made."""
+        as_torch = {"enable_fp_fusion": False, "debug": True, "sanitize_overflow": False}
+        return {**self.constants, **as_torch, "num_warps": self.num_warps}
 
     def run(self, tensor: Tensor) -> None:
         """Run on the device of `tensor` and its current stream; does not wait for it."""

@@ -21,7 +21,9 @@ from torch_uma.ops.triton.segments import Segments, batches_of, is_supported, se
 
 
 @triton.jit
-def row_offsets(tile, num_entries, entries_per_batch, entries, row, VECTORS: tl.constexpr, BLOCK: tl.constexpr):
+def row_offsets(
+    tile, num_entries, entries_per_batch, arena_entries, entries, row, VECTORS: tl.constexpr, BLOCK: tl.constexpr
+):
     """Offsets of a tile at the caller, in the arena and among scales; which numbers there are, and which are stored."""
     _, _, scale_strides, num_heads, width_vectors, strides, number_stride, first, stride = row
     VECTOR: tl.constexpr = VECTORS[0]
@@ -36,6 +38,7 @@ def row_offsets(tile, num_entries, entries_per_batch, entries, row, VECTORS: tl.
     batch = index // entries_per_batch
     inside = index % entries_per_batch
     entry = tl.load(entries + index)
+    tl.device_assert(entry < arena_entries, "an entry lies outside the arena")
     is_stored = exists & (entry >= 0)[:, None]
     at_caller = place(batch, place(inside, place(head, 0, strides[2]), strides[1]), strides[0]) * VECTOR
     in_arena = place(entry, first, stride) * STORED_VECTOR + head * width
@@ -53,13 +56,14 @@ def _scale_of(scale, of_scale, of_scales, is_stored, SCALING: tl.constexpr):
         return tl.load(scale + of_scales, mask=is_stored, other=1.0).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["num_entries", "entries_per_batch", "num_tiles"])
+@triton.jit(do_not_specialize=["num_entries", "entries_per_batch", "arena_entries", "num_tiles"])
 def rows_kernel(
     arena,
     entries,
     rows,
     num_entries,
     entries_per_batch,
+    arena_entries,
     num_tiles,
     WRITES: tl.constexpr,
     STORED: tl.constexpr,
@@ -77,7 +81,7 @@ def rows_kernel(
             row_tiles = tl.cdiv(num_entries * rows[i][3], BLOCKS[i][0]) * tl.cdiv(width, BLOCKS[i][1])
             if (tile >= 0) & (tile < row_tiles):
                 at_caller, in_arena, of_scale, of_scales, exists, is_stored = row_offsets(
-                    tile, num_entries, entries_per_batch, entries, rows[i], VECTORS[i], BLOCKS[i]
+                    tile, num_entries, entries_per_batch, arena_entries, entries, rows[i], VECTORS[i], BLOCKS[i]
                 )
                 numbers = rows[i][0] + at_caller
                 stored = arena.to(tl.pointer_type(STORED[i]), bitcast=True) + in_arena
@@ -107,6 +111,7 @@ def plan_rows(machine: Machine, arena: Tensor, entries: Tensor, rows: Sequence[S
             tuple(row.arguments for row in rows),
             entries.numel(),
             batches_of(entries)[1],
+            min(row.entries_of(arena.numel()) for row in rows),
             num_tiles,
         ),
         constants={
@@ -147,7 +152,7 @@ def write_rows(
     """`reference.write_rows`, which also does what has no kernel, such as float64 that is stored as float32."""
     stored = [reference.dtype_of(name) for name in dtypes]
     kinds = zip(rows, stored, scales, strict=True)
-    if not all(is_supported(row.dtype, dtype, scale, saturates=True) for row, dtype, scale in kinds):
+    if not all(is_supported(row.dtype, dtype, scale, arena.device, saturates=True) for row, dtype, scale in kinds):
         reference.write_rows(arena, rows, entries, origin_bytes, entry_bytes, offsets_bytes, dtypes, scales)
         return
     segments = [
@@ -175,7 +180,7 @@ def gather_rows(
     """`reference.gather_rows`, which also does what has no kernel, such as conversions to int8."""
     stored = [reference.dtype_of(name) for name in dtypes]
     kinds = zip(stored, scales, strict=True)
-    if not all(is_supported(dtype, out_dtype or dtype, scale, saturates=False) for dtype, scale in kinds):
+    if not all(is_supported(dtype, out_dtype or dtype, scale, arena.device, saturates=False) for dtype, scale in kinds):
         return reference.gather_rows(
             arena, entries, origin_bytes, entry_bytes, offsets_bytes, widths, dtypes, out_dtype, scales
         )

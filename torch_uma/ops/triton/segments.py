@@ -22,6 +22,8 @@ _TILE_NUMBERS = 2048
 # What numbers are read as where they stay as they are; float8 always, as not every GPU has such a type.
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
+_SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
 _NOT_SCALED, _SCALED_BY_ENTRY, _SCALED_BY_NUMBER = range(3)
 
 
@@ -80,6 +82,11 @@ class Segments:
             return _NOT_SCALED
         return _SCALED_BY_NUMBER if self.scale_strides[2] else _SCALED_BY_ENTRY
 
+    def entries_of(self, arena_bytes: int) -> int:
+        """How many entries of the arena have this row."""
+        row_bytes = self.num_heads * self.width * self.stored.itemsize
+        return (arena_bytes - self.first_bytes - row_bytes) // self.entry_bytes + 1
+
     def num_tiles(self, num_entries: int) -> int:
         return -(-num_entries * self.num_heads // self.block_segments) * -(-self.width // self.block_numbers)
 
@@ -106,12 +113,16 @@ def batches_of(entries: Tensor) -> tuple[int, int]:
     return (entries.shape[0], entries.shape[1]) if entries.dim() == 2 else (1, entries.numel())
 
 
-def is_supported(source: torch.dtype, target: torch.dtype, scale: Tensor | None, *, saturates: bool) -> bool:
+def is_supported(
+    source: torch.dtype, target: torch.dtype, scale: Tensor | None, device: torch.device, *, saturates: bool
+) -> bool:
     """Whether the kernel converts so; `saturates` says whether numbers beyond the greatest become that one."""
     if scale is None and source == target:
         return target.itemsize in _CARRIERS
     names = {str(dtype).removeprefix("torch.") for dtype in (source, target)}
-    return names <= set(FORMATS) and (saturates or target.itemsize > 1) and (scale is None or scale.is_floating_point())
+    if scale is not None and (scale.device != device or scale.dtype not in _SCALE_DTYPES):
+        return False
+    return names <= set(FORMATS) and (saturates or target.itemsize > 1)
 
 
 def segments_of(

@@ -22,7 +22,14 @@ def _num_before(mask, so_far):
     return so_far + inclusive - counts, so_far + tl.sum(counts, 0)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit
+def _assert_places(used, place_in_stack, row, column, stack_pages, num_rows, num_columns):
+    in_stack = (place_in_stack >= 0) & (place_in_stack < stack_pages)
+    tl.device_assert((used == 0) | in_stack, "the stack holds too few pages, or none was taken")
+    tl.device_assert((used == 0) | ((row < num_rows) & (column < num_columns)), "a cell lies outside the page table")
+
+
+@triton.jit(do_not_specialize=["num_rows", "table_rows", "num_columns", "stack_pages"])
 def allocate_kernel(
     page_table,
     taken,
@@ -30,6 +37,9 @@ def allocate_kernel(
     rows,
     lengths,
     num_rows,
+    table_rows,
+    num_columns,
+    stack_pages,
     row_stride,
     column_stride,
     stack_stride,
@@ -44,13 +54,14 @@ def allocate_kernel(
         length = tl.load(lengths + i, mask=i < num_rows, other=0)
         takes = (row >= 0) & (length % page_tokens == 0)
         place_in_stack, count = _num_before(takes, count)
+        _assert_places(takes, place_in_stack, row, length // page_tokens, stack_pages, table_rows, num_columns)
         page = tl.load(stack + place(place_in_stack, 0, stack_stride), mask=takes)
         cell = place(row, place(length // page_tokens, 0, column_stride), row_stride)
         tl.store(page_table + cell, page, mask=takes)
     tl.store(taken, count)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "table_rows", "num_columns", "stack_pages"])
 def release_kernel(
     page_table,
     taken,
@@ -59,6 +70,9 @@ def release_kernel(
     old_lengths,
     new_lengths,
     num_rows,
+    table_rows,
+    num_columns,
+    stack_pages,
     row_stride,
     column_stride,
     stack_stride,
@@ -74,9 +88,11 @@ def release_kernel(
         old_pages = tl.cdiv(tl.load(old_lengths + i, mask=i >= 0, other=0), page_tokens)
         gives = (row >= 0) & (new_pages < old_pages)
         num_given, num_all = _num_before(gives, 0)
+        place_in_stack = count - 1 - num_given
+        _assert_places(gives, place_in_stack, row, new_pages, stack_pages, table_rows, num_columns)
         cell = place(row, place(new_pages, 0, column_stride), row_stride)
         page = tl.load(page_table + cell, mask=gives)
-        tl.store(stack + place(count - 1 - num_given, 0, stack_stride), page, mask=gives)
+        tl.store(stack + place(place_in_stack, 0, stack_stride), page, mask=gives)
         tl.store(page_table + cell, -1, mask=gives)
         count -= num_all
     tl.store(taken, count)
@@ -87,11 +103,12 @@ def plan_allocate(
 ) -> Launch:
     """The launch of `allocate`."""
     numbers = (rows.contiguous(), lengths.contiguous(), len(rows))
+    sizes = (*page_table.shape, len(stack))
     strides = (*page_table.stride(), stack.stride(0))
     return Launch(
         kernel=allocate_kernel,
         num_programs=1,
-        arguments=(page_table, taken, stack, *numbers, *strides, page_tokens),
+        arguments=(page_table, taken, stack, *numbers, *sizes, *strides, page_tokens),
         constants={"BLOCK": _BLOCK},
     )
 
@@ -107,11 +124,12 @@ def plan_release(
 ) -> Launch:
     """The launch of `release`."""
     numbers = (rows.contiguous(), old_lengths.contiguous(), new_lengths.contiguous(), len(rows))
+    sizes = (*page_table.shape, len(stack))
     strides = (*page_table.stride(), stack.stride(0))
     return Launch(
         kernel=release_kernel,
         num_programs=1,
-        arguments=(page_table, taken, stack, *numbers, *strides, page_tokens),
+        arguments=(page_table, taken, stack, *numbers, *sizes, *strides, page_tokens),
         constants={"BLOCK": _BLOCK},
     )
 

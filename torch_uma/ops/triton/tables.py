@@ -14,21 +14,23 @@ _BLOCK = 512
 
 
 @triton.jit
-def physical_page(page_table, v2p, row, column, read, row_stride, column_stride):
+def physical_page(page_table, v2p, num_ids, row, column, read, row_stride, column_stride):
     """The physical pages of cells of a page table, where `read` says that there are such cells; -1 for none."""
     page_id = tl.load(page_table + place(row, place(column, 0, column_stride), row_stride), mask=read, other=-1)
+    tl.device_assert(page_id < num_ids, "a page table holds an id outside v2p")
     return tl.load(v2p + page_id.to(tl.int64), mask=page_id >= 0, other=-1)
 
 
-@triton.jit(do_not_specialize=["num_cells"])
-def remap_kernel(table, index, values, num_cells, cell_stride, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["num_cells", "table_cells"])
+def remap_kernel(table, index, values, num_cells, table_cells, cell_stride, BLOCK: tl.constexpr):
     cell = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     target = tl.load(index + cell, mask=cell < num_cells, other=-1)
+    tl.device_assert(target < table_cells, "a cell lies outside the table")
     value = tl.load(values + cell, mask=cell < num_cells)
     tl.store(table + place(target, 0, cell_stride), value, mask=target >= 0)
 
 
-@triton.jit(do_not_specialize=["num_positions", "positions_per_row", "num_columns"])
+@triton.jit(do_not_specialize=["num_positions", "positions_per_row", "num_ids", "num_rows", "num_columns"])
 def locate_kernel(
     page_table,
     v2p,
@@ -37,6 +39,8 @@ def locate_kernel(
     entries,
     num_positions,
     positions_per_row,
+    num_ids,
+    num_rows,
     num_columns,
     row_stride,
     column_stride,
@@ -48,10 +52,11 @@ def locate_kernel(
         i = block * BLOCK + tl.arange(0, BLOCK)
         position = tl.load(positions + i, mask=i < num_positions, other=-1)
         row = tl.load(rows + i // positions_per_row, mask=i < num_positions, other=-1)
+        tl.device_assert(row < num_rows, "a row lies outside the page table")
         page_tokens = page_size * tokens_per_entry
         column = position // page_tokens
         read = (row >= 0) & (position >= 0) & (column < num_columns)
-        page = physical_page(page_table, v2p, row, column, read, row_stride, column_stride)
+        page = physical_page(page_table, v2p, num_ids, row, column, read, row_stride, column_stride)
         entry = place(page, (position - column * page_tokens) // tokens_per_entry, page_size)
         tl.store(entries + i, tl.where(page >= 0, entry, -1), mask=i < num_positions)
 
@@ -61,7 +66,7 @@ def plan_remap(table: Tensor, index: Tensor, values: Tensor) -> Launch:
     return Launch(
         kernel=remap_kernel,
         num_programs=-(-len(index) // _BLOCK),
-        arguments=(table, index.contiguous(), values.contiguous(), len(index), table.stride(0)),
+        arguments=(table, index.contiguous(), values.contiguous(), len(index), len(table), table.stride(0)),
         constants={"BLOCK": _BLOCK},
     )
 
@@ -88,9 +93,9 @@ def plan_locate(
             entries,
             positions.numel(),
             positions.shape[1],
-            page_table.shape[1],
-            page_table.stride(0),
-            page_table.stride(1),
+            len(v2p),
+            *page_table.shape,
+            *page_table.stride(),
             page_size,
             tokens_per_entry,
         ),
