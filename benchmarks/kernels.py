@@ -149,8 +149,8 @@ ALIGNED: dict[str, Callable[[Machine], Launch]] = {
     "gather k, v: e4m3 to bfloat16, scaled by entry": rows_of([(BF16, E4M3)] * 2, writes=False, scale=BY_ENTRY),
     "write: bfloat16 to int8, scaled by number": rows_of([(BF16, INT8)], writes=True, scale=BY_NUMBER),
     "gather: int8 to bfloat16, scaled by number": rows_of([(BF16, INT8)], writes=False, scale=BY_NUMBER),
-    "write three: bfloat16 to e5m2, float32, bfloat16": rows_of(
-        [(BF16, E5M2), (FP32, FP32), (BF16, BF16)], writes=True
+    "write three: bfloat16 to e5m2, float32, bfloat16 to int8": rows_of(
+        [(BF16, E5M2), (FP32, FP32), (BF16, INT8)], writes=True
     ),
     "gather three: e5m2 to bfloat16, float32, bfloat16": rows_of(
         [(BF16, E5M2), (FP32, FP32), (BF16, BF16)], writes=False

@@ -214,10 +214,8 @@ def test_nan_stays_nan(dtype):
 
 
 @triton.jit
-def offsets_kernel(
-    entries, row, at_caller, in_arena, entries_per_batch, arena_entries, VECTORS: tl.constexpr, BLOCK: tl.constexpr
-):
-    callers, arenas, _, _, _, _ = row_offsets(0, 2, entries_per_batch, arena_entries, entries, row, VECTORS, BLOCK)
+def offsets_kernel(entries, row, at_caller, in_arena, entries_per_batch, VECTORS: tl.constexpr, BLOCK: tl.constexpr):
+    callers, arenas, _, _, _, _ = row_offsets(0, 2, entries_per_batch, entries, row, VECTORS, BLOCK)
     flat = tl.arange(0, BLOCK[0])[:, None] * BLOCK[1] + tl.arange(0, BLOCK[1])[None, :]
     tl.store(at_caller + flat, callers)
     tl.store(in_arena + flat, arenas)
@@ -235,7 +233,7 @@ def test_offsets_beyond_32_bits():
     block = (segments.block_segments, segments.block_numbers)
     at_caller, in_arena = (torch.empty(block, dtype=torch.int64) for _ in range(2))
     vectors = (segments.vector, segments.stored_vector)
-    offsets_kernel[(1,)](entries, tuple(row), at_caller, in_arena, 1, 2**32, VECTORS=vectors, BLOCK=block)
+    offsets_kernel[(1,)](entries, tuple(row), at_caller, in_arena, 1, VECTORS=vectors, BLOCK=block)
     numbers = torch.arange(64)
     assert torch.equal(at_caller[:2], torch.stack([numbers, 2**40 + numbers]))
     assert torch.equal(in_arena[:2], (entries * 2**16 + 2**33 + 16) // 2 + numbers)

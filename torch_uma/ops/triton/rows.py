@@ -21,9 +21,7 @@ from torch_uma.ops.triton.segments import Segments, batches_of, is_supported, se
 
 
 @triton.jit
-def row_offsets(
-    tile, num_entries, entries_per_batch, arena_entries, entries, row, VECTORS: tl.constexpr, BLOCK: tl.constexpr
-):
+def row_offsets(tile, num_entries, entries_per_batch, entries, row, VECTORS: tl.constexpr, BLOCK: tl.constexpr):
     """Offsets of a tile at the caller, in the arena and among scales; which numbers there are, and which are stored."""
     _, _, scale_strides, num_heads, width_vectors, strides, number_stride, first, stride = row
     VECTOR: tl.constexpr = VECTORS[0]
@@ -38,7 +36,6 @@ def row_offsets(
     batch = index // entries_per_batch
     inside = index % entries_per_batch
     entry = tl.load(entries + index)
-    tl.device_assert(entry < arena_entries, "an entry lies outside the arena")
     is_stored = exists & (entry >= 0)[:, None]
     at_caller = place(batch, place(inside, place(head, 0, strides[2]), strides[1]), strides[0]) * VECTOR
     in_arena = place(entry, first, stride) * STORED_VECTOR + head * width
@@ -74,6 +71,11 @@ def rows_kernel(
     BLOCKS: tl.constexpr,
     CONVERTS_FLOAT8: tl.constexpr,
 ):
+    # Before the tiles, where the call that an assertion is would make registers spill.
+    for block in range(tl.program_id(0), tl.cdiv(num_entries, 256), tl.num_programs(0)):
+        at = block * 256 + tl.arange(0, 256)
+        entry = tl.load(entries + at, mask=at < num_entries, other=-1)
+        tl.device_assert(entry < arena_entries, "an entry lies outside the arena")
     for tile_of_all in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         tile = tile_of_all
         for i in tl.static_range(len(STORED)):
@@ -81,7 +83,7 @@ def rows_kernel(
             row_tiles = tl.cdiv(num_entries * rows[i][3], BLOCKS[i][0]) * tl.cdiv(width, BLOCKS[i][1])
             if (tile >= 0) & (tile < row_tiles):
                 at_caller, in_arena, of_scale, of_scales, exists, is_stored = row_offsets(
-                    tile, num_entries, entries_per_batch, arena_entries, entries, rows[i], VECTORS[i], BLOCKS[i]
+                    tile, num_entries, entries_per_batch, entries, rows[i], VECTORS[i], BLOCKS[i]
                 )
                 numbers = rows[i][0] + at_caller
                 stored = arena.to(tl.pointer_type(STORED[i]), bitcast=True) + in_arena
