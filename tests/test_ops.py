@@ -10,6 +10,7 @@ from torch.library import opcheck
 
 import torch_uma.ops
 from torch_uma.ops import dtype_name, reference
+from torch_uma.ops.registration import REFERENCES, SCHEMAS
 
 ops = torch.ops.torch_uma
 
@@ -304,6 +305,54 @@ def test_a_page_behind_the_last_column_is_an_error():
         ops.allocate(*state.values(), 4)
 
 
+# page_index
+
+
+def index_model(table, v2p, rows, lengths, page_size, capacity, first_pages):
+    """What `page_index` gives, page by page."""
+    indptr, indices, last_page_len = [0], [], []
+    for row, length, first in zip(rows, lengths, first_pages, strict=True):
+        ids = table[row][first : -(-length // page_size)] if row >= 0 else []
+        indices += [max(0, v2p[page_id]) if page_id >= 0 else 0 for page_id in ids] or [0]
+        last_page_len.append((length - 1) % page_size + 1 if ids else 1)
+        indptr.append(len(indices))
+    return indptr, (indices + [0] * capacity)[:capacity], last_page_len
+
+
+@pytest.mark.parametrize("windowed", [False, True])
+@pytest.mark.parametrize(("page_size", "capacity"), [(1, 300), (3, 80), (16, 7), (16, 0)])
+def test_page_index(page_size, capacity, windowed):
+    generator = random.Random(5)
+    columns, num_ids = 9, 50
+    v2p = [generator.choice([-1, *range(1, 90)]) for _ in range(num_ids)]
+    table = [[generator.randrange(-1, num_ids) for _ in range(columns)] for _ in range(8)]
+    rows = [4, -1, 7, 0, 2, -1, 1, 3]
+    lengths = [generator.randrange(columns * page_size + 1) for _ in rows]
+    lengths[2:4] = 0, columns * page_size
+    first_pages = [generator.randrange(3) if windowed else 0 for _ in rows]
+    got = ops.page_index(
+        torch.tensor(table, dtype=torch.int32),
+        torch.tensor(v2p, dtype=torch.int32),
+        torch.tensor(rows),
+        torch.tensor(lengths, dtype=torch.int32),
+        page_size,
+        capacity,
+        torch.tensor(first_pages) if windowed else None,
+    )
+    assert all(each.dtype == torch.int32 for each in got)
+    expected = index_model(table, v2p, rows, lengths, page_size, capacity, first_pages)
+    assert tuple(each.tolist() for each in got) == expected
+
+
+@pytest.mark.parametrize("rows", [[], [-1, -1]])
+def test_page_index_of_padding_alone(rows):
+    index = torch.tensor(rows, dtype=torch.int64)
+    table = torch.full((2, 3), 5, dtype=torch.int32)
+    indptr, indices, last = ops.page_index(table, torch.arange(6).int(), index, torch.full_like(index, 40), 16, 4)
+    assert indptr.tolist() == list(range(len(rows) + 1))
+    assert (indices.tolist(), last.tolist()) == ([0] * 4, [1] * len(rows))
+
+
 # registration
 
 
@@ -325,6 +374,7 @@ def samples() -> dict[str, tuple[object, ...]]:
         "locate": (page_table.clone(), stack.clone(), batch_rows.clone(), positions, 2, 2),
         "allocate": (page_table, taken, stack, batch_rows, lengths, 4),
         "release": (page_table + 9, taken, stack, batch_rows, lengths + 1, lengths, 4),
+        "page_index": (page_table.clone(), stack.clone(), batch_rows.clone(), lengths.clone(), 2, 9, lengths // 4),
     }
 
 
@@ -336,8 +386,6 @@ def test_opcheck(name, way):
 
 
 def test_the_samples_cover_every_op():
-    from torch_uma.ops.registration import SCHEMAS
-
     assert sorted(samples()) == sorted(schema.partition("(")[0] for schema in SCHEMAS)
 
 
@@ -352,10 +400,10 @@ def test_on_an_accelerator_no_number_is_read(name, way):
 
         arguments = [without_numbers(value) for value in samples()[name]]
         if way == "accelerator":
-            getattr(reference, name)(*arguments)
+            REFERENCES[name](*arguments)
         elif name in ("relocate", "remap", "write_rows", "gather_rows"):
             with pytest.raises(DataDependentOutputException):
-                getattr(reference, name)(*arguments)
+                REFERENCES[name](*arguments)
 
 
 @pytest.mark.parametrize("name", sorted(samples()))
@@ -391,3 +439,8 @@ def test_the_folder_cannot_be_imported_under_another_name():
     assert spec is not None and spec.loader is not None
     with pytest.raises(ImportError, match=r"torch_uma\.ops"):
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+@pytest.mark.parametrize("name", sorted(samples()))
+def test_cuda_has_kernels_of_its_own(name):
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(f"torch_uma::{name}", "CUDA")
