@@ -40,7 +40,7 @@ class Stacks:
         self._tables = pool.tables
         self._stream = torch.cuda.current_stream(pool.device) if pool.device.type == "cuda" else None
         self._numbers = numbers
-        self._paged = [subpool for subpool in pool.plan.subpools if not subpool.is_state]
+        self.paged = [subpool for subpool in pool.plan.subpools if not subpool.is_state]
         num_rows = len(numbers)
 
         def made(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -49,16 +49,16 @@ class Stacks:
         with torch.inference_mode(False):  # they are kept for multi-steps in any mode
             self.lengths, self.limits, self.rows = made(num_rows), made(num_rows), made(num_rows)
             self.positions = made(num_rows, 1)
-            self._reach = [made(num_rows) for _ in self._paged]
-            self.taken = [made(1) for _ in self._paged]
-            most_pages = [num_rows * -(-num_steps // subpool.page_tokens) for subpool in self._paged]
+            self._reach = [made(num_rows) for _ in self.paged]
+            self.taken = [made(1) for _ in self.paged]
+            most_pages = [num_rows * -(-num_steps // subpool.page_tokens) for subpool in self.paged]
             self.pages = [made(count, dtype=torch.int32) for count in most_pages]
-            self.entries = [made(num_rows, 1) for _ in self._paged]
+            self.entries = [made(num_rows, 1) for _ in self.paged]
 
     def load(self, supply: Supply, num_steps: int) -> None:
         """Make ready for a multi-step, on the arena's stream, with one copy from the host. Does not wait for it."""
         targets: list[tuple[Tensor, IdArray]] = [(self.lengths, supply.past), (self.limits, supply.past + num_steps)]
-        for subpool, reach, pages in zip(self._paged, self._reach, self.pages):
+        for subpool, reach, pages in zip(self.paged, self._reach, self.pages):
             targets += [(reach, supply.reach[subpool.index]), (pages, supply.stacks[subpool.index])]
         loaded = torch.from_numpy(np.concatenate([values for _, values in targets]))
         with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
@@ -78,9 +78,7 @@ class Stacks:
         goes_on = self.lengths < self.limits
         rows = torch.where(goes_on, self._numbers, -1)
         positions = torch.where(goes_on, self.lengths, -1).unsqueeze(1)
-        for subpool, reach, taken, pages, entries in zip(
-            self._paged, self._reach, self.taken, self.pages, self.entries
-        ):
+        for subpool, reach, taken, pages, entries in zip(self.paged, self._reach, self.taken, self.pages, self.entries):
             page_table = self._tables.page_table(subpool.index)
             takers = torch.where(self.lengths >= reach, rows, -1)
             torch.ops.torch_uma.allocate(page_table, taken, pages, takers, self.lengths, subpool.page_tokens)
