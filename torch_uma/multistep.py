@@ -19,6 +19,7 @@ from torch_uma.supply import Supply
 from torch_uma.tables import Int64Array
 
 if TYPE_CHECKING:
+    from torch_uma.integrations.transformers import UnifiedCache
     from torch_uma.pool import CachePool
     from torch_uma.stacks import Stacks
 
@@ -42,6 +43,16 @@ class MultiStep(OpenStep):
         self._supply = Supply(pool.sequences, batch.rows.numbers, num_steps)
         super().__init__(pool, batch, self._supply, epoch)
         self.device_cells = self._supply.cells
+
+    def cache(self) -> UnifiedCache:
+        """The transformers cache of the forward passes, one after each `stacks.advance()`.
+
+        `model(tokens, cache=cache, **cache.inputs())` is then over [rows, 1] tokens, for models whose attention reads
+        the arena; SequenceError for others, and for those with states.
+        """
+        from torch_uma.integrations.transformers.cache import UnifiedCache
+
+        return UnifiedCache._of_multi_step(self)
 
     def load(self) -> None:
         """Make the stacks ready, once the tables are up to date; for the pool, which does so."""
