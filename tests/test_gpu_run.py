@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import torch_uma  # noqa: F401 (registers its ops)
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "benchmarks"))
 
@@ -25,17 +27,8 @@ def test_the_dry_run_goes_to_its_end_and_every_check_holds(tmp_path: Path) -> No
     found = json.loads((tmp_path / "gpu.json").read_text())
     outcomes = {(result["section"], result["name"]): result["outcome"] for result in found["results"]}
     assert "failed" not in outcomes.values()
-    for name in (
-        "relocate",
-        "remap",
-        "write_rows",
-        "gather_rows",
-        "locate",
-        "allocate",
-        "release",
-        "page_index",
-        "attend",
-    ):
+    names = ["relocate", "remap", "write_rows", "gather_rows", "locate", "allocate", "release", "page_index", "attend"]
+    for name in names:
         assert outcomes["Ops", name] == ("ok" if hasattr(torch.ops.torch_uma, name) else "skipped")
     assert outcomes["Graphs", "K steps in one graph, pages moved between replays"] == "ok"
     assert {"Bandwidth", "Launches", "Steps", "FlashInfer"} <= {section for section, _ in outcomes}

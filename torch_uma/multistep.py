@@ -28,11 +28,11 @@ class MultiStep(OpenStep):
     """An open multi-step: the pages for `num_steps` tokens of every sequence of a batch are on stacks on the device.
 
     Made by `pool.begin_steps()`; `commit` or `abort` ends it, and so does the end of a `with` block, by `abort`. In
-    between, `stacks.advance()` is called up to `num_steps` times, or a graph that has it in it is replayed as often: it
-    takes a token for each row that has not stopped. Calls beyond that take nothing. `stacks` is the same object, with
-    the same tensors, for every multi-step of `num_steps` over the same batch, as long as the batch does not change. The
-    host writes no table that the graph writes, and releases no page: those of windows and chunks that die with the
-    tokens are released by `commit`.
+    between, `stacks.advance()` is called up to `num_steps` times, or a graph that has it in it is replayed as often, on
+    the arena's stream: it takes a token for each row that has not stopped. Calls beyond that take nothing. `stacks` is
+    the same object, with the same tensors, for every multi-step of `num_steps` over the same batch, as long as the
+    batch does not change. The host writes no table that the graph writes, and releases no page: those of windows and
+    chunks that die with the tokens are released by `commit`.
     """
 
     __slots__ = ("_supply", "num_steps", "stacks")

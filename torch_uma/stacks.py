@@ -38,7 +38,7 @@ class Stacks:
 
     def __init__(self, pool: CachePool, numbers: Tensor, num_steps: int) -> None:
         self._tables = pool.tables
-        self._stream = torch.cuda.current_stream(pool.device) if pool.device.type == "cuda" else None
+        self._stream = pool.guard.epochs.stream
         self._numbers = numbers
         self.paged = [subpool for subpool in pool.plan.subpools if not subpool.is_state]
         num_rows = len(numbers)

@@ -39,7 +39,7 @@ def _bandwidth(report: Report, device: Device) -> None:
             partial(torch.ops.torch_uma.relocate, source, order[:half], order[half : 2 * half], 0, page_bytes)
         )
         _share(report, f"relocate, pages of {page_bytes >> 10} KiB", 2 * half * page_bytes / seconds, copy_rate)
-    num_layers, width = 32, 8 * 128
+    num_layers, width = 4, 8 * 128
     row_bytes = width * 2
     entry_bytes = num_layers * 2 * row_bytes
     entries = torch.randperm(num_bytes // entry_bytes, device=device.torch)
@@ -90,16 +90,16 @@ def _num_launches(device: Device, call: Callable[[], object]) -> int:
 
 
 def _pool(device: Device, *, split: bool) -> CachePool:
-    layers = layers_of(device.size(16, 4), device.size(128, 16), torch.bfloat16)
-    memory = device.size(8 << 30, 32 << 20)
+    layers = layers_of(device.size(8, 4), device.size(128, 16), torch.bfloat16)
+    memory = device.size(2 << 30, 32 << 20)
     plan = torch_uma.plan(layers, memory=memory, page_size=16)
     shares = {subpool.name: 1 / len(plan.subpools) for subpool in plan.subpools} if split else None
-    return CachePool(plan, max_sequences=512, max_tokens=device.size(4096, 256), device=device.torch, split=shares)
+    return CachePool(plan, max_sequences=512, max_tokens=device.size(1024, 256), device=device.torch, split=shares)
 
 
 def _steps(report: Report, device: Device) -> None:
     """One captured decode over the arena after its pages have moved about, and over fixed pools with the same ops."""
-    num_rows, num_steps, past = device.size(64, 4), device.size(16, 2), device.size(2048, 40)
+    num_rows, num_steps, past = device.size(64, 4), device.size(4, 2), device.size(900, 40)
     seconds = {}
     for name, is_split in (("fixed pools", True), ("arena", False)):
         pool = _pool(device, split=is_split)
