@@ -488,6 +488,16 @@ def test_one_plan_serves_every_layer() -> None:
         world.content = [{p: (value, key) for p, (key, value) in tokens.items()} for tokens in world.content]
 
 
+@pytest.mark.parametrize("length", [0, 50])
+def test_a_negative_row_sees_nothing_whatever_its_length(length: int) -> None:
+    case = plain_case(3, 50, 1)
+    arguments = list(case.arguments())
+    arguments[5], arguments[6] = torch.tensor([-1]), torch.tensor([length])
+    for way in (op, attend_gathered):
+        out, lse = way(*arguments)
+        assert (out == 0).all() and (lse == -math.inf).all()
+
+
 def test_tokens_behind_the_last_sequence_see_nothing() -> None:
     case = plain_case(3, 50, 4)
     more = torch.cat([case.query, torch.full((3, 4, 8), math.nan)])

@@ -84,6 +84,9 @@ def test_what_the_usage_page_does(name):
             new = [prompts((length,))["input_ids"] for length in (1, 130)]
             run_block("docs/usage.md", 1, first=first, second=second, pool=pool, model=model, new=new)
             assert (first.length, second.length) == (8, 139)
+            given = {"batch": batch, "pool": pool, "model": model, "end_token": -1}
+            run_block("docs/usage.md", 4, input_ids=torch.tensor([[1], [2]]), **given)
+            assert (first.length, second.length) == (16, 147)
         pool.check()
 
 

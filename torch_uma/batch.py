@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,11 +14,12 @@ from torch_uma.arena import keep_address
 from torch_uma.errors import SequenceError
 from torch_uma.runs import Run, align_states, alignment_price_bytes, find_run
 from torch_uma.sequence import Sequence
+from torch_uma.stacks import Stacks
 from torch_uma.tables import Int64Array
 
 if TYPE_CHECKING:
     from torch_uma.pool import CachePool
-    from torch_uma.step import Step
+    from torch_uma.step import OpenStep
 
 
 class Rows:
@@ -35,6 +35,7 @@ class Rows:
         self.numbers = numbers
         self._pool = pool
         self._tensor: Tensor | None = None
+        self._stacks: dict[int, Stacks] = {}
         self._runs: dict[int, tuple[tuple[int, int, int, int], Run | None]] = {}
         self._num_steps = 0  # since states were last moved
         self._num_steps_worth: float | None = None  # so many copies of the states cost as much as it does to move them
@@ -49,6 +50,12 @@ class Rows:
                 self._tensor = keep_address(torch.from_numpy(self.numbers).to(self._pool.device))
         return self._tensor
 
+    def stacks(self, num_steps: int) -> Stacks:
+        """The tensors of a multi-step of `num_steps`, the same for every one of that length."""
+        if num_steps not in self._stacks:
+            self._stacks[num_steps] = Stacks(self._pool, self.tensor(), num_steps)
+        return self._stacks[num_steps]
+
     def run(self, k: int, first: int, end: int) -> Run | None:
         """`find_run` of these rows, remembered while nothing moves and no row holds other pages."""
         books = self._pool.sequences
@@ -58,7 +65,7 @@ class Rows:
             known = self._runs[k] = (state, find_run(books, self.numbers, k, first, end))
         return known[1]
 
-    def align_states(self, step: Step) -> None:
+    def align_states(self, step: OpenStep) -> None:
         """Move the states of a step over these rows side by side, once there were steps enough for that to be worth it.
 
         The step has just begun, so that nobody has seen its places and its own pin need not hold yet. Where it cannot
@@ -90,7 +97,7 @@ class Rows:
         try:
             is_aligned = align_states(books, k, slots.astype(np.int64))
         finally:
-            step._pin = allocator.pin_while(partial(books.pages_of, self.numbers))
+            step._pin = allocator.pin_while(step.pinned_pages)
         if is_aligned:
             self._num_steps = 0
         else:

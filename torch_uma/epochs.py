@@ -10,17 +10,20 @@ _NUM_EVENTS = 64
 
 
 class Epochs:
-    """An event for each of the last steps, recorded on the arena's stream when it ends; none without CUDA."""
+    """An event for each of the last steps, recorded on the arena's stream when it ends; none without CUDA.
+
+    `stream` is the arena's, the one that was current when the pool was made; None without CUDA.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self.stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._events: deque[tuple[int, torch.cuda.Event]] = deque(maxlen=_NUM_EVENTS)
 
     def record(self, epoch: int) -> None:
         """Note that all work of the step `epoch` has been enqueued."""
-        if self._stream is not None:
+        if self.stream is not None:
             event = torch.cuda.Event()
-            event.record(self._stream)
+            event.record(self.stream)
             self._events.append((epoch, event))
 
     def event(self, epoch: int) -> torch.cuda.Event | None:

@@ -21,18 +21,26 @@ from torch_uma.tables import IdArray, Int64Array
 class Growth:
     """Pages for `num_new_tokens` more tokens in `rows`, taken when made; `commit` or `abort` ends it.
 
-    `num_new_tokens` is one number for all rows, or [rows] int64.
+    `num_new_tokens` is one number for all rows, or [rows] int64; with 0 only the pages that the next tokens would write
+    into are made the rows' own. `num_spare` [sub-pools] int64 are pages to be taken at the same time, for no row.
 
     Attributes:
         past, new: [rows] int64, lengths before and after.
+        spare: int64 ids of the pages for no row, by sub-pool; whoever asked for them gives them back.
         displaced: what the written cells held, -1 for nothing; these references are kept until the end.
 
     Raises OutOfMemory or SequenceError, and then nothing has changed.
     """
 
-    __slots__ = ("_at", "_books", "_cells", "_dying", "_old_end", "_rows", "displaced", "new", "past")
+    __slots__ = ("_at", "_books", "_cells", "_dying", "_old_end", "_rows", "displaced", "new", "past", "spare")
 
-    def __init__(self, books: Sequences, rows: Int64Array, num_new_tokens: int | Int64Array) -> None:
+    def __init__(
+        self,
+        books: Sequences,
+        rows: Int64Array,
+        num_new_tokens: int | Int64Array,
+        num_spare: Int64Array | None = None,
+    ) -> None:
         books.settle()
         self._books = books
         self._rows = rows
@@ -49,9 +57,11 @@ class Growth:
         self._cells: Int64Array | None = None
         self.displaced: IdArray | None = None  # None: every written cell was empty
         self._at = self._old_end = rows[:0]
+        self.spare: list[Int64Array] = []
         k, column = passed[:num_subpools].nonzero()
-        if most_new_tokens > books.lifespans.step_tokens or (books.num_shared and books.may_share[rows].any()):
-            self._take_many(k, column)
+        may_share = books.num_shared and books.may_share[rows].any()
+        if num_spare is not None or most_new_tokens > books.lifespans.step_tokens or may_share:
+            self._take_many(k, column, num_spare)
         elif len(k):
             self._take_one_each(k, column)
         books.tables.write_lengths(rows, self.new)
@@ -70,7 +80,7 @@ class Growth:
         books.flat_capacity[at] += books.lifespans.page_tokens[k]
         self._at, self._old_end, self._cells = at, end, cells
 
-    def _take_many(self, k: Int64Array, column: Int64Array) -> None:
+    def _take_many(self, k: Int64Array, column: Int64Array, num_spare: Int64Array | None) -> None:
         """Any number of pages for each pair; there may be gaps, room to be moved behind a gap, pages to be copied."""
         books, lifespans = self._books, self._books.lifespans
         past, new = self.past[column], self.new[column]
@@ -83,12 +93,12 @@ class Growth:
         filled = lifespans.num_pages(k, past)
         room = np.clip(np.minimum(end, needed) - filled, 0, count)
         origin = books.flat_origin[at]
-        shared_k, shared_cells = self._shared()
+        shared_k, shared_cells = shared_cells_of(books, self._rows)
         taken_k = np.concatenate([np.repeat(k, count - room), shared_k])
         cells = np.concatenate([spread(origin + start + room, count - room), shared_cells])
         order = taken_k.argsort(kind="stable")
         taken_k, cells = taken_k[order], cells[order]
-        ids = books.allocator.reserve(np.bincount(taken_k, minlength=len(books.first)).tolist())
+        ids = self._reserve(taken_k, num_spare)
 
         books.references[ids] = 1
         books.tables.note_pages(ids)
@@ -110,27 +120,26 @@ class Growth:
         books.flat_capacity[at] = books.flat_end[at] * lifespans.page_tokens[k]
         self._at, self._old_end, self._cells, self.displaced = at, end, cells, displaced
 
-    def _shared(self) -> tuple[Int64Array, Int64Array]:
-        """Sub-pool and cell of every shared page that the step will write, ordered by sub-pool.
-
-        Where all who refer to a page are in this step, the longest of them keeps it: it writes behind what all have
-        there, who get it back if the step is aborted.
-        """
+    def _reserve(self, k: Int64Array, num_spare: Int64Array | None) -> IdArray:
+        """A page for each of the sub-pools `k`, which ascend, and the spare ones."""
         books = self._books
-        suspects = books.may_share[self._rows].nonzero()[0] if books.num_shared else self._rows[:0]
-        suspects = suspects[(-self.past[suspects]).argsort(kind="stable")]
-        page_tokens = books.lifespans.page_tokens[:, None]
-        past = self.past[suspects]
-        written = past % page_tokens != 0
-        written[list(books.lifespans.states)] = True
-        cells = books.tables.origin[:, self._rows[suspects]] + past // page_tokens
-        k, column = written.nonzero()
-        cells = cells[k, column]
-        ids = books.tables.mirror[cells]
-        shared = books.references[ids] > 1
-        pages, earliest, num_in_step = np.unique(ids, return_index=True, return_counts=True)
-        shared[earliest[num_in_step == books.references[pages]]] = False
-        return k[shared], cells[shared]
+        counts = np.bincount(k, minlength=len(books.first))
+        if num_spare is None:
+            return books.allocator.reserve(counts.tolist())
+        both = np.stack([counts, num_spare], axis=1).ravel()
+        ids = books.allocator.reserve((counts + num_spare).tolist())
+        parts: list[Int64Array] = np.split(ids, both.cumsum()[:-1])
+        self.spare = parts[1::2]
+        spare: Int64Array = np.concatenate(self.spare)
+        books.references[spare] = 1
+        books.tables.note_pages(spare)
+        return np.concatenate(parts[::2])
+
+    def reach(self, new: Int64Array) -> None:
+        """Have the rows end at other lengths than were announced, [rows] int64, with the pages that they have."""
+        self.new = new
+        self._dying = self._books.last_needing.take(self._rows, axis=1) < new
+        self._books.tables.write_lengths(self._rows, new)
 
     def commit(self) -> None:
         """The tokens are there: lengths grow, and pages that died with them are let go."""
@@ -164,3 +173,25 @@ class Growth:
             books.flat_capacity[self._at] = self._old_end * books.lifespans.page_tokens[k]
             books.drop(written[written >= 0])
         books.tables.write_lengths(self._rows, self.past)
+
+
+def shared_cells_of(books: Sequences, rows: Int64Array) -> tuple[Int64Array, Int64Array]:
+    """Sub-pool and cell of every shared page that the next tokens of `rows` will be written into, ordered by sub-pool.
+
+    Where all who refer to a page are among them, the longest keeps it: it writes behind what all of them have there,
+    who get it back if the step is aborted.
+    """
+    suspects = rows[books.may_share[rows]] if books.num_shared else rows[:0]
+    suspects = suspects[(-books.length[suspects]).argsort(kind="stable")]
+    past = books.length[suspects]
+    page_tokens = books.lifespans.page_tokens[:, None]
+    written = past % page_tokens != 0
+    written[list(books.lifespans.states)] = True
+    cells = books.tables.origin[:, suspects] + past // page_tokens
+    k, column = written.nonzero()
+    cells = cells[k, column]
+    ids = books.tables.mirror[cells]
+    shared = books.references[ids] > 1
+    pages, earliest, num_in_step = np.unique(ids, return_index=True, return_counts=True)
+    shared[earliest[num_in_step == books.references[pages]]] = False
+    return k[shared], cells[shared]

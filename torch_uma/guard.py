@@ -14,7 +14,7 @@ from torch_uma.errors import ClosedError, SequenceError, ThreadError
 from torch_uma.tables import Int64Array
 
 if TYPE_CHECKING:
-    from torch_uma.step import Step
+    from torch_uma.step import OpenStep
 
 
 class Guard:
@@ -29,7 +29,7 @@ class Guard:
 
     def __init__(self, epochs: Epochs) -> None:
         self.closed = False
-        self.steps: dict[int, Step] = {}
+        self.steps: dict[int, OpenStep] = {}
         self.epochs = epochs
         self.abandoned: deque[Callable[[], None]] = deque()
         self._thread = threading.get_ident()
@@ -57,7 +57,7 @@ class Guard:
             finally:
                 self._is_settling = False
 
-    def end(self, step: Step) -> None:
+    def end(self, step: OpenStep) -> None:
         """Note that a step has ended, on the device too."""
         del self.steps[step.epoch]
         self.epochs.record(step.epoch)

@@ -28,19 +28,21 @@ from torch_uma.errors import ClosedError, LeaseError, OutOfMemory, PageError, Pl
 from torch_uma.guard import Guard
 from torch_uma.ledger import Lease
 from torch_uma.lifespans import Lifespans
+from torch_uma.multistep import MultiStep
 from torch_uma.placement import Quote
 from torch_uma.recount import recount
 from torch_uma.runs import extend_runs
 from torch_uma.sequence import Sequence
 from torch_uma.sled import give_back, slide_windows
 from torch_uma.stats import Stats
-from torch_uma.step import Step
+from torch_uma.step import OpenStep, Step
+from torch_uma.supply import demand_of
 from torch_uma.tables import Int64Array, Tables
 
 if TYPE_CHECKING:
     from torch_uma.integrations.transformers import UnifiedCache
 
-__all__ = ["Batch", "CachePool", "Step"]
+__all__ = ["Batch", "CachePool", "MultiStep", "Step"]
 
 
 class CachePool:
@@ -242,22 +244,34 @@ class CachePool:
         step, too long, or with a half-written state. Then nothing has changed.
         """
         counts = _counts(num_new_tokens)
-        batch = self._idle_batch(sequences)
-        if not len(batch):
-            raise SequenceError("a step needs at least one sequence")
-        self.sequences.check_whole(batch.rows.numbers)
+        batch = self._whole_batch(sequences)
         counts_of_rows = counts if isinstance(counts, int) else self._counts_of_rows(counts, len(batch))
-        self.sequences.allocator.poll()
         step = Step(self, batch, counts_of_rows, self.epoch + 1)
-        self.epoch = self.sequences.allocator.ledger.epoch = step.epoch
-        self.guard.steps[step.epoch] = step
-        try:
-            batch.rows.align_states(step)
-        except BaseException:
-            step.abort()
-            raise
-        self.tables.flush()
+        self._open(step, batch)
         return step
+
+    def begin_steps(self, sequences: Batch | Iterable[Sequence], num_steps: int) -> MultiStep:
+        """Open a multi-step: `num_steps` steps of one token for each sequence, which a graph takes without the host.
+
+        Reserves the pages that all of them may need, and copies what the sequences share and would write into. Raises
+        what `begin` raises, with nothing changed.
+        """
+        num_steps = whole(num_steps, "num_steps of a multi-step", least=1, error=SequenceError)
+        batch = self._whole_batch(sequences)
+        step = MultiStep(self, batch, num_steps, self.epoch + 1)
+        self._open(step, batch)
+        step.load()
+        return step
+
+    def quote_steps(self, sequences: Batch | Iterable[Sequence], num_steps: int) -> Quote:
+        """Say whether `begin_steps` would fit now, at what cost, or what would help. SequenceError as there."""
+        num_steps = whole(num_steps, "num_steps of a multi-step", least=1, error=SequenceError)
+        rows = self._whole_batch(sequences).rows.numbers
+        try:
+            self.sequences.check_columns(int(self.sequences.length[rows].max()) + num_steps)
+        except OutOfMemory as error:
+            return error.quote
+        return self.allocator.quote(demand_of(self.sequences, rows, num_steps).tolist())
 
     def event(self, epoch: int) -> torch.cuda.Event | None:
         """What another stream waits for before it reads what step `epoch` wrote; None on a device without streams.
@@ -396,6 +410,24 @@ class CachePool:
         if self.guard.steps:
             self.guard.check_idle(batch.rows.numbers)
         return batch
+
+    def _whole_batch(self, sequences: Batch | Iterable[Sequence]) -> Batch:
+        batch = self._idle_batch(sequences)
+        if not len(batch):
+            raise SequenceError("a step needs at least one sequence")
+        self.sequences.check_whole(batch.rows.numbers)
+        self.sequences.allocator.poll()
+        return batch
+
+    def _open(self, step: OpenStep, batch: Batch) -> None:
+        self.epoch = self.sequences.allocator.ledger.epoch = step.epoch
+        self.guard.steps[step.epoch] = step
+        try:
+            batch.rows.align_states(step)
+        except BaseException:
+            step.abort()
+            raise
+        self.tables.flush()
 
     def _counts_of_rows(self, counts: list[int], num_rows: int) -> int | Int64Array:
         if len(counts) != num_rows:

@@ -20,22 +20,24 @@ from torch_uma.growth import Growth
 from torch_uma.plan import SubPool
 from torch_uma.runs import Run
 from torch_uma.sequence import Sequence
-from torch_uma.tables import IdArray, Int64Array
+from torch_uma.supply import Supply
+from torch_uma.tables import Int64Array
 
 if TYPE_CHECKING:
     from torch_uma.pool import CachePool
 
 
-class Step:
-    """An open step: the pages for the new tokens of every sequence of a batch are reserved and staged.
+class OpenStep:
+    """What is open over a batch, from its reservation on: a step, or a multi-step.
 
-    Made by `pool.begin()`, or by `pool.step()` together with a cache. `commit` or `abort` ends it. While it is open its
-    pages do not move, and its sequences can be neither freed, cropped, forked nor used in another step.
+    While it is open its pages do not move, and its sequences can be neither freed, cropped, forked nor used in another.
 
     Attributes:
         rows: [rows] int64, rows of the tables, in order.
         past: [rows] int64, tokens before the step.
-        num_new_tokens: tokens that each row takes: one number for all, or [rows] int64 where they differ.
+        num_new_tokens: tokens by which the tables' lengths are ahead of that, for all or [rows] int64.
+        displaced: pages that `abort` would put back, or that are at hand, -1 among them; None if there are none.
+        device_cells: [n] int64, cells of the page tables that the device may write meanwhile.
         epoch: the number of the step.
         state_touched: set by whoever starts to change the states in place; if the step is then aborted, the sequences
             that had a state cannot go on before `crop(0)`.
@@ -47,10 +49,12 @@ class Step:
     __slots__ = (
         "__weakref__",
         "_books",
-        "_growth",
         "_guard",
         "_pin",
+        "_reserved",
         "_rows",
+        "device_cells",
+        "displaced",
         "epoch",
         "is_open",
         "num_new_tokens",
@@ -62,18 +66,20 @@ class Step:
         "writes_first",
     )
 
-    def __init__(self, pool: CachePool, batch: Batch, num_new_tokens: int | Int64Array, epoch: int) -> None:
+    def __init__(self, pool: CachePool, batch: Batch, reserved: Growth | Supply, epoch: int) -> None:
         self.pool = pool
         self._guard = pool.guard
         self._books = books = pool.sequences
-        self.rows = rows = batch.rows.numbers
+        self._reserved = reserved
+        self.rows: Int64Array = batch.rows.numbers
         self._rows = batch.rows
-        self.num_new_tokens = num_new_tokens
-        self._growth = Growth(books, rows, num_new_tokens)
-        self.past: Int64Array = self._growth.past
-        self._pin = books.allocator.pin_while(lambda: books.pages_of(rows))
+        self.past: Int64Array = reserved.past
+        self.num_new_tokens: int | Int64Array = 0
+        self.displaced = reserved.displaced
+        self.device_cells = self.rows[:0]
+        self._pin = books.allocator.pin_while(self.pinned_pages)
         self.epoch = epoch
-        books.last_epoch[rows] = epoch
+        books.last_epoch[self.rows] = epoch
         self.state_touched = False
         self.writes_first = False
         self.on_settle: Callable[[], None] | None = None
@@ -95,10 +101,9 @@ class Step:
         fresh: npt.NDArray[np.bool_] = self.past == 0
         return fresh
 
-    @property
-    def displaced(self) -> IdArray | None:
-        """Pages that `abort` would put back, -1 among them; None if there are none."""
-        return self._growth.displaced
+    def pinned_pages(self) -> Int64Array:
+        """[n] int64, the pages that do not move."""
+        return self._books.pages_of(self.rows)
 
     def entries(self, subpool: SubPool, positions: Tensor, rows: Tensor | None = None) -> Tensor:
         """Physical entries of token positions: [rows, n] int64, of `positions` [rows, n] int64 on the pool's device.
@@ -117,6 +122,58 @@ class Step:
             subpool.tokens_per_entry,
         )
         return located
+
+    def slots(self) -> Int64Array:
+        """[rows] int64, the physical page of every row's state."""
+        books = self._books
+        k = books.lifespans.states[0]
+        ids = books.tables.mirror[books.tables.origin[k, self.rows]]
+        slots: Int64Array = books.allocator.v2p[ids].astype(np.int64)
+        return slots
+
+    def abort(self) -> None:
+        """End it as if it had not begun: what it reserved is given back, lengths are as before.
+
+        Where `state_touched` is set, sequences that had a state before can only be cropped to 0 or freed.
+        """
+        self._close()
+        self._reserved.abort()
+        self._tear(self.past > 0)
+
+    def detach(self) -> None:
+        """Let go of the pool, which holds its open steps and would be held by them; `abort` is all that may follow."""
+        self.on_settle = None
+        del self.pool, self._rows
+
+    def _close(self) -> None:
+        self._guard.check_usable()
+        if not self.is_open:
+            raise SequenceError("the step has ended already; begin another one")
+        self.is_open = False
+        self.on_settle = None
+        self._guard.end(self)
+        self._books.allocator.unpin(self._pin)
+
+    def _tear(self, is_torn: npt.NDArray[np.bool_]) -> None:
+        """Note, if states were touched, that these of the rows, [rows] bool, cannot go on with theirs."""
+        if self.state_touched and self._books.lifespans.states and is_torn.any():
+            self._books.torn[self.rows[is_torn]] = True
+            self._books.any_torn = True
+
+
+class Step(OpenStep):
+    """An open step: the pages for the new tokens of every sequence of a batch are reserved and staged.
+
+    Made by `pool.begin()`, or by `pool.step()` together with a cache. `commit` or `abort` ends it. Each row takes
+    `num_new_tokens`.
+    """
+
+    __slots__ = ("_growth",)
+
+    def __init__(self, pool: CachePool, batch: Batch, num_new_tokens: int | Int64Array, epoch: int) -> None:
+        self._growth = Growth(pool.sequences, batch.rows.numbers, num_new_tokens)
+        super().__init__(pool, batch, self._growth, epoch)
+        self.num_new_tokens = num_new_tokens
 
     def run(self, subpool: SubPool) -> Run | None:
         """(page 0 of row 0, pages from row to row) if one strided view covers what every row's tokens read, else None.
@@ -159,14 +216,6 @@ class Step:
             pages[:, start_bytes:].index_fill_(0, torch.from_numpy(chosen).to(pages.device), 0)
         books.is_clear[ids] = True
 
-    def slots(self) -> Int64Array:
-        """[rows] int64, the physical page of every row's state."""
-        books = self._books
-        k = books.lifespans.states[0]
-        ids = books.tables.mirror[books.tables.origin[k, self.rows]]
-        slots: Int64Array = books.allocator.v2p[ids].astype(np.int64)
-        return slots
-
     def commit(self) -> None:
         """End the step: lengths grow, and pages that died with the new tokens are released.
 
@@ -175,28 +224,3 @@ class Step:
         """
         self._close()
         self._growth.commit()
-
-    def abort(self) -> None:
-        """End the step as if it had not begun: what it reserved is given back, lengths are as before.
-
-        Where `state_touched` is set, sequences that had a state before can only be cropped to 0 or freed.
-        """
-        self._close()
-        self._growth.abort()
-        if self.state_touched and self._books.lifespans.states:
-            self._books.torn[self.rows[self.past > 0]] = True
-            self._books.any_torn = True
-
-    def detach(self) -> None:
-        """Let go of the pool, which holds its open steps and would be held by them; `abort` is all that may follow."""
-        self.on_settle = None
-        del self.pool, self._rows
-
-    def _close(self) -> None:
-        self._guard.check_usable()
-        if not self.is_open:
-            raise SequenceError("the step has ended already; begin another one")
-        self.is_open = False
-        self.on_settle = None
-        self._guard.end(self)
-        self._books.allocator.unpin(self._pin)

@@ -79,7 +79,7 @@ def plan_reads(
     # Numbers of sequences as tuples: for a few sequences, arithmetic on arrays costs more.
     tokens, numbers, table_rows = (tuple(each.tolist()) for each in (query_starts, lengths, rows))
     counts = tuple(end - start for start, end in zip(tokens, tokens[1:]))
-    firsts = tuple(length - count for length, count in zip(numbers, counts))
+    firsts = tuple(length - count if row >= 0 else 0 for length, count, row in zip(numbers, counts, table_rows))
     if firsts and min(firsts) < 0:
         raise ValueError(f"sequences of {list(numbers)} tokens cannot have {list(counts)} new ones among them")
     lowest = [0] * len(firsts) if starts is None else [max(0, start) for start in starts.tolist()]

@@ -24,10 +24,12 @@ from torch_uma.integrations.transformers.places import StepPlaces
 from torch_uma.integrations.transformers.rows import CacheRows
 from torch_uma.integrations.transformers.sizing import plan_for
 from torch_uma.integrations.transformers.steps import OwnSteps
+from torch_uma.integrations.transformers.taking import TakingPlaces, TakingSteps
 from torch_uma.integrations.transformers.versions import asks_to_compile
 from torch_uma.layout import Chunk, Layer, State, Window
 
 if TYPE_CHECKING:
+    from torch_uma.multistep import MultiStep
     from torch_uma.pool import CachePool
     from torch_uma.step import Step
 
@@ -117,6 +119,20 @@ class UnifiedCache(Cache):
         places = StepPlaces(step.pool, step, whole=True, in_place=in_place)
         cache._steps = GivenStep(places, step.pool)
         cache._bind(step.pool.plan.layers)
+        return cache
+
+    @classmethod
+    def _of_multi_step(cls, multi: MultiStep) -> UnifiedCache:
+        """The cache of a multi-step; SequenceError for a model that has states or does not attend in the arena."""
+        config = _config_of(multi.pool)
+        if not is_used(config):
+            raise SequenceError(
+                f"between the steps of a multi-step only attention by {NAME!r} can follow; make the pool of the model, "
+                f"and call model.set_attn_implementation({NAME!r})"
+            )
+        cache = cls.__new__(cls)
+        cache._steps = TakingSteps(TakingPlaces(multi), multi.pool)
+        cache._bind(multi.pool.plan.layers)
         return cache
 
     @staticmethod

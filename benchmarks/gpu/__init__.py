@@ -1,0 +1,1 @@
+"""What a CUDA machine is asked to prove; `run.sh` runs it."""

@@ -1,0 +1,45 @@
+"""The whole run, into one Markdown file and one JSON file: correctness first, then figures.
+
+FlashInfer comes last, as it compiles for minutes at first use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from gpu.check_flashinfer import check_flashinfer
+from gpu.check_graphs import check_graphs
+from gpu.check_ops import check_ops
+from gpu.device import Device
+from gpu.figures import take_figures
+from gpu.report import Report
+
+LIMIT_S = 480  # no check begins later than that
+
+_COMMAND = "benchmarks/gpu/run.sh"
+
+
+def main() -> int:
+    """Run it; 1 if a check failed."""
+    options = argparse.ArgumentParser(prog=_COMMAND, description=__doc__)
+    options.add_argument("folder", type=Path, help="where gpu.md and gpu.json are written")
+    options.add_argument("--dry", action="store_true", help="small, on the CPU; by itself where there is no GPU")
+    given = options.parse_args()
+    device = Device(is_dry=given.dry or not torch.cuda.is_available())
+    seed = 0 if device.is_dry else int(time.time())
+    torch.manual_seed(seed)
+    report = Report(given.folder, device.describe() | {"seed": str(seed), "command": f"{_COMMAND} FOLDER"}, LIMIT_S)
+    check_ops(report, device)
+    check_graphs(report, device)
+    take_figures(report, device)
+    check_flashinfer(report, device)
+    return 1 if report.has_failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
