@@ -8,9 +8,10 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from gpu.device import Device
 from gpu.report import Report
-from torch import Tensor
 
 SECTION = "Ops"
 DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")

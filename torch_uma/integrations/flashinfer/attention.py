@@ -191,8 +191,11 @@ class Attention:
         return self._runner
 
     def _step_of(self, rows: Tensor) -> Step | None:
-        """The open step over these rows of the tables; in a graph, whose rows have padding, the only one."""
-        steps = list(self._alive().guard.steps.values())
+        """The open step over these rows of the tables; in a graph, whose rows have padding, the only one.
+
+        A multi-step is none, as its lengths grow on the device, where nothing can be planned.
+        """
+        steps = [step for step in self._alive().guard.steps.values() if isinstance(step, Step)]
         if self._num_rows is not None:
             return steps[0] if len(steps) == 1 else None
         return next((step for step in steps if step.rows_on_device.data_ptr() == rows.data_ptr()), None)
