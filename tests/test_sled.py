@@ -310,3 +310,17 @@ def test_places_are_reserved_where_they_are_asked_for(seed: int) -> None:
             ids += allocator.reserve(demand).tolist()
         allocator.check()
         assert sorted(ids) == sorted(live_pages(pool).tolist())
+
+
+def test_a_step_of_more_tokens_than_windows_hold_is_asked_for_once() -> None:
+    pool = make_pool([layer(Window(3))], page_size=2)
+    content = Content(pool)
+    rows = [pool.add() for _ in range(2)]
+    for row in rows:
+        content.add(row)
+    reached = 0
+    while rows[0].length < 40:
+        if rows[0].length + 12 > reached:
+            reached = pool.slide_windows(rows, 12, 200)
+            assert reached >= rows[0].length + 12
+        advance(content, rows, 12)

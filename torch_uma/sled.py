@@ -41,7 +41,7 @@ def slide_windows(books: Sequences, rows: Int64Array, num_new_tokens: int, num_t
             reached.append(int(books.end[k, rows[0]]) * page_tokens)
         else:
             reached.append(length + window_pages * page_tokens)
-    return min(reached)
+    return max(min(reached), length + num_new_tokens)
 
 
 def give_back(books: Sequences, rows: Int64Array) -> bool:
