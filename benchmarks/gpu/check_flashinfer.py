@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 from functools import partial
 from typing import Any
@@ -16,9 +15,9 @@ import torch_uma.integrations.transformers  # noqa: F401 (registers its attentio
 from gpu.device import Device
 from gpu.report import Report
 from torch_uma import CachePool
+from torch_uma.integrations.flashinfer import Attention, leave_off
 
 SECTION = "FlashInfer"
-_ADAPTERS = "torch_uma.integrations.flashinfer"
 
 
 def check_flashinfer(report: Report, device: Device) -> None:
@@ -26,8 +25,6 @@ def check_flashinfer(report: Report, device: Device) -> None:
     name = "prompts and steps, against the reference"
     if importlib.util.find_spec("flashinfer") is None:
         report.skip(SECTION, name, "flashinfer is not installed")
-    elif importlib.util.find_spec(_ADAPTERS) is None:
-        report.skip(SECTION, name, "this build has no adapters for it")
     elif device.is_dry:
         report.skip(SECTION, name, "it runs on a GPU alone")
     else:
@@ -48,18 +45,18 @@ def _steps(device: Device) -> None:
     )
     model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="torch_uma", dtype=torch.bfloat16)
     model = model.eval().requires_grad_(False).to(device.torch)
-    by_flashinfer, by_reference = (_logits(device, model, leave_off=leave_off) for leave_off in (False, True))
+    by_flashinfer, by_reference = (_logits(device, model, is_left_off=each) for each in (False, True))
     torch.testing.assert_close(by_flashinfer, by_reference, rtol=5e-2, atol=5e-2)
 
 
 @torch.no_grad()
-def _logits(device: Device, model: Any, *, leave_off: bool) -> Tensor:
+def _logits(device: Device, model: Any, *, is_left_off: bool) -> Tensor:
     """[forwards, vocabulary] after prompts of unequal lengths and some steps of the same tokens."""
     lengths = (5, 40, 17)
     results = []
     with CachePool(model, memory="64MiB", max_sequences=4, max_tokens=512) as pool:
-        if leave_off:
-            importlib.import_module(_ADAPTERS).leave_off(pool)
+        if is_left_off:
+            leave_off(pool)
         sequences = [pool.add() for _ in lengths]
         for sequence, length in zip(sequences, lengths, strict=True):
             tokens = tiny_models.prompts((length,), seed=length)["input_ids"].to(device.torch)
@@ -71,6 +68,9 @@ def _logits(device: Device, model: Any, *, leave_off: bool) -> Tensor:
             column = torch.full((len(lengths), 1), step, device=device.torch)
             with pool.step(batch, 1) as cache:
                 results.append(model(column, cache=cache, **cache.inputs()).logits[:, -1])
+        if not is_left_off:  # or else the reference would be compared with itself
+            assert isinstance(pool.substitute, Attention), "FlashInfer was not asked"
+            assert not pool.substitute.declined, f"FlashInfer did not serve {pool.substitute.declined}"
         for sequence in sequences:
             sequence.free()
     return torch.cat(results).float()
