@@ -33,7 +33,7 @@ from flashinfer_model import (
 from torch import Tensor
 
 import torch_uma
-from torch_uma import CachePool, Chunk, Full, Layer, Memory, PlanError, Row, Window
+from torch_uma import CachePool, Chunk, Full, Layer, Memory, PlanError, Row, SequenceError, Window
 from torch_uma.integrations import flashinfer as adapter
 from torch_uma.integrations.flashinfer import Library, Question, Runner, plan_call, question_of, serving
 from torch_uma.integrations.flashinfer.forms import FORMS, choose, why_not
@@ -652,6 +652,17 @@ def test_it_can_be_left_off(monkeypatch):
     monkeypatch.setenv("TORCH_UMA_FLASHINFER", "0")
     assert adapter.why_off(torch.device("cuda")) == "TORCH_UMA_FLASHINFER is 0"
     assert adapter.use(decode_world()[0]) is None
+
+
+def test_only_an_open_step_is_planned_for():
+    pool, sequences, question = decode_world(page_size=16)
+    subpool = pool.plan.subpools[-1]
+    with pool.begin_steps(sequences, 2) as multi, pytest.raises(SequenceError, match="open step"):
+        adapter.pages_of(multi, subpool)
+    step = pool.begin(sequences, 1)
+    step.commit()
+    with pytest.raises(SequenceError, match="open step"):
+        adapter.pages_of(step, subpool)
 
 
 # FlashInfer itself

@@ -324,6 +324,45 @@ def test_a_state_that_went_on_without_its_row_is_torn() -> None:
     pool.check()
 
 
+def test_a_torn_row_without_tokens_starts_over() -> None:
+    pool = make_pool("hybrid")
+    stopped, whole = pool.add(), pool.add()
+    multi = pool.begin_steps([stopped, whole], 3)
+    multi.state_touched = True
+    multi.commit([0, 3])
+    with pytest.raises(SequenceError, match="half written"):
+        pool.begin([stopped], 1)
+    stopped.crop(0)
+    pool.begin([stopped], 1).commit()
+    pool.check()
+
+
+def test_a_refusal_leaves_no_stacks_behind() -> None:
+    pool = make_pool("full")
+    batch = pool.batch([pool.add()])
+    for num_steps in (10**6, 10**12, 2**63, 10**30):
+        assert not pool.quote_steps(batch, num_steps)
+        with pytest.raises(OutOfMemory):
+            pool.begin_steps(batch, num_steps)
+    assert not batch.rows._stacks
+
+
+def test_nothing_is_taken_after_the_end() -> None:
+    pool = make_pool("every", page_size=1)
+    sequence = pool.add()
+    for is_kept in (True, False):
+        multi = pool.begin_steps([sequence], 8)
+        multi.stacks.advance()
+        multi.stacks.advance()
+        if is_kept:
+            multi.commit([2])
+        else:
+            multi.abort()
+        for _ in range(3):
+            multi.stacks.advance()
+        pool.check()
+
+
 def test_what_is_refused() -> None:
     pool = make_pool("every", max_tokens=40)
     sequence, other = pool.add(), pool.add()
@@ -338,9 +377,9 @@ def test_what_is_refused() -> None:
         pool.begin_steps([], 1)
     multi = pool.begin_steps([sequence, other], 3)
     before = snapshot(pool)
-    for taken in ([1], [1, 2, 3], [4, 0], [-1, 0], [0.5, 1]):
+    for taken in ([1], [1, 2, 3], [4, 0], [-1, 0], [0.5, 1], [2**70, 0], 1, None):
         with pytest.raises(SequenceError):
-            multi.commit(taken)
+            multi.commit(taken)  # type: ignore[arg-type]
     for misuse in (sequence.free, sequence.fork, lambda: sequence.crop(0), lambda: pool.begin([other], 1)):
         with pytest.raises(SequenceError):
             misuse()

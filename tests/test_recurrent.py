@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import torch_uma
-from torch_uma import CachePool, Full, Layer, Memory, PlanError, Row, State
+from torch_uma import CachePool, Full, Layer, Memory, PlanError, Row, SequenceError, State
 from torch_uma.integrations.recurrent import (
     KERNELS,
     clear_fresh,
@@ -193,3 +193,11 @@ def test_the_view_is_the_arenas_own():
         view = view_of(pool.plan, 2, name).over(pool.arena.bytes)
         own = pool.arena.view(subpool, 2, name).squeeze(1)
         assert (view.data_ptr(), view.shape, view.stride()) == (own.data_ptr(), own.shape, own.stride())
+
+
+def test_slots_of_a_step_that_has_ended_are_refused():
+    pool = make_pool()
+    step = pool.begin(pool.add_many([0, 0]), 1)
+    step.commit()
+    with pytest.raises(SequenceError, match="has ended"):
+        states_of(step, 2, "recurrent", FLOAT)

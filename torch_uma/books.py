@@ -217,6 +217,7 @@ class Sequences:
         length = int(self.length[row])
         num_tokens = whole(num_tokens, "num_tokens of a crop", least=0, error=SequenceError)
         if num_tokens == length:
+            self.torn[row] &= num_tokens > 0  # without tokens it starts over
             return
         if num_tokens > length:
             raise SequenceError(f"a sequence of {length} tokens cannot be cropped to {num_tokens}; crop only shortens")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from torch_uma.batch import Batch
-from torch_uma.counts import whole
+from torch_uma.counts import whole_or_each
 from torch_uma.errors import SequenceError
 from torch_uma.step import OpenStep
 from torch_uma.supply import Supply
@@ -39,8 +39,12 @@ class MultiStep(OpenStep):
 
     def __init__(self, pool: CachePool, batch: Batch, num_steps: int, epoch: int) -> None:
         self.num_steps = num_steps
-        self.stacks: Stacks = batch.rows.stacks(num_steps)
         self._supply = Supply(pool.sequences, batch.rows.numbers, num_steps)
+        try:  # only now, as a refusal must leave no tensors behind
+            self.stacks: Stacks = batch.rows.stacks(num_steps)
+        except BaseException:
+            self._supply.abort()
+            raise
         super().__init__(pool, batch, self._supply, epoch)
         self.device_cells = self._supply.cells
 
@@ -70,17 +74,20 @@ class MultiStep(OpenStep):
         `num_steps` for each row, with nothing changed. A state that was touched has seen `num_steps` tokens: a row that
         took fewer can only be cropped to 0 or freed.
         """
-        taken = np.array(
-            [whole(count, "a number of taken tokens", least=0, error=SequenceError) for count in taken_tokens], np.int64
-        )
-        if len(taken) != len(self.rows) or taken.max() > self.num_steps:
+        counts = whole_or_each(taken_tokens, "a number of taken tokens", least=0, error=SequenceError)
+        if isinstance(counts, int) or len(counts) != len(self.rows) or max(counts) > self.num_steps:
             raise SequenceError(
-                f"{taken.tolist()} tokens were taken by {len(self.rows)} rows in {self.num_steps} steps; give one "
-                "number for each row, in order, of at most as many as there were steps"
+                f"{counts} tokens were taken by {len(self.rows)} rows in {self.num_steps} steps; give one number for "
+                "each row, in order, of at most as many as there were steps"
             )
+        taken = np.array(counts, np.int64)
         self._close()
         self._supply.commit(taken)
         self._tear(taken < self.num_steps)
+
+    def _close(self) -> None:
+        super()._close()
+        self.stacks.unload()
 
     def __enter__(self) -> MultiStep:
         return self

@@ -70,6 +70,11 @@ class Stacks:
             for taken in self.taken:
                 taken.zero_()
 
+    def unload(self) -> None:
+        """Let no row take any more, so that a graph that is replayed once too often takes nothing. Does not wait."""
+        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+            self.limits.copy_(self.lengths)
+
     def advance(self) -> None:
         """Take one token for each row that has not stopped, and a page for each whose pages end there.
 

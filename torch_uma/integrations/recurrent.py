@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_uma.errors import PlanError
+from torch_uma.errors import PlanError, SequenceError
 from torch_uma.integrations.view import View
 from torch_uma.ledger import Lease
 from torch_uma.plan import Plan
@@ -175,8 +175,10 @@ def states_of(step: Step, layer: int, name: str, kernel: str, *, num_rows: int |
 
     Padding is -1 or 0, as the kernel skips it or keeps away from others. Rows that are fresh hold what was there
     before: `clear_fresh` first, once a step. PlanError where the kernel would copy the pool, take a row for padding,
-    write padding over a state, or wrap. Does not wait for the device.
+    write padding over a state, or wrap; SequenceError for a step that has ended. Does not wait for the device.
     """
+    if not step.is_open:
+        raise SequenceError("the step has ended, and its slots may be those of others; begin another one")
     view = view_of(step.pool.plan, layer, name)
     reason = why_not(kernel, view)
     if reason is not None:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from torch_uma.errors import PlanError
+from torch_uma.errors import PlanError, SequenceError
 from torch_uma.layout import Chunk
 from torch_uma.lifespans import spread
 from torch_uma.plan import SubPool
@@ -125,8 +125,13 @@ def pages_of(step: Step, subpool: SubPool, *, num_rows: int | None = None) -> Pa
     """What the rows of an open step read in a sub-pool that holds tokens, padded to `num_rows` rows.
 
     PlanError where a new token sees positions that are stored nowhere, or where the tokens of a row lie in two chunks.
-    Does not look at the device.
+    SequenceError for a step that has ended, and for a multi-step, whose tokens only the device knows. Does not look at
+    the device.
     """
+    if not isinstance(step, Step) or not step.is_open:
+        raise SequenceError(
+            f"what is read is planned for an open step of pool.begin() or pool.step(), not for {step!r}"
+        )
     books = step.pool.sequences
     k, size = subpool.index, subpool.page_size
     past = step.past
