@@ -2,7 +2,8 @@
 
 Owns what each op means. On the host an index can be looked at, so bad ones are dropped and pages are copied run by run;
 on an accelerator nothing may be read back, so a bad index becomes a copy of a good one instead. The arena is uint8,
-contiguous, its base aligned to 16 bytes and its length a multiple of 16.
+contiguous, its base aligned to 16 bytes and its length a multiple of 16. Offsets of rows, origins and sizes of entries
+are multiples of the largest power of two up to 16 that divides the bytes of the row, as every plan lays them out.
 """
 
 from __future__ import annotations
