@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import inspect
 import math
+import os
 import random
 from dataclasses import replace
 from typing import Any
@@ -668,6 +669,16 @@ def test_only_an_open_step_is_planned_for():
 # FlashInfer itself
 
 
+@pytest.fixture
+def environment():
+    """As it was: FlashInfer, when it is imported, points Triton to another assembler."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.mark.usefixtures("environment")
 @pytest.mark.skipif(importlib.util.find_spec("flashinfer") is None, reason="flashinfer is not installed")
 def test_the_arguments_are_those_that_flashinfer_has():
     library = load()
