@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from torch_uma.arena import keep_address
+from torch_uma.tables import staged
 
 if TYPE_CHECKING:
     from torch_uma.pool import CachePool
@@ -60,10 +61,8 @@ class Stacks:
         targets: list[tuple[Tensor, IdArray]] = [(self.lengths, supply.past), (self.limits, supply.past + num_steps)]
         for subpool, reach, pages in zip(self.paged, self._reach, self.pages):
             targets += [(reach, supply.reach[subpool.index]), (pages, supply.stacks[subpool.index])]
-        loaded = torch.from_numpy(np.concatenate([values for _, values in targets]))
         with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
-            if self._stream is not None:
-                loaded = loaded.pin_memory().to(self.lengths.device, non_blocking=True)
+            loaded = staged(np.concatenate([values for _, values in targets]), self.lengths.device)
             parts = loaded.split([len(values) for _, values in targets])
             for (target, _), part in zip(targets, parts, strict=True):
                 target[: len(part)].copy_(part)

@@ -9,6 +9,7 @@ that somebody may have registered for the arena, such as the adapter to FlashInf
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -78,34 +79,22 @@ def attend(
     """
     if (new_key is None) != (new_value is None):
         raise ValueError("new keys are given with new values, or neither")
-    served = substitutes.ask(
-        arena,
-        query,
-        query_starts,
-        page_table,
-        v2p,
-        rows,
-        lengths,
-        origin_bytes,
-        entry_bytes,
-        page_size,
-        offsets_bytes,
-        dims,
-        num_kv_heads,
-        dtypes,
-        scale,
-        window=window,
-        chunk=chunk,
-        softcap=softcap,
-        starts=starts,
-        sinks=sinks,
-        mask=mask,
-        bias=bias,
-        first_column=first_column,
-        indices=indices,
-        new_key=new_key,
-        new_value=new_value,
-    )
+    where = (arena, query, query_starts, page_table, v2p, rows, lengths, origin_bytes, entry_bytes, page_size)
+    what = (offsets_bytes, dims, num_kv_heads, dtypes, scale)
+    options: dict[str, Any] = {
+        "window": window,
+        "chunk": chunk,
+        "softcap": softcap,
+        "starts": starts,
+        "sinks": sinks,
+        "mask": mask,
+        "bias": bias,
+        "first_column": first_column,
+        "indices": indices,
+        "new_key": new_key,
+        "new_value": new_value,
+    }
+    served = substitutes.ask(*where, *what, **options)
     if served is not None:
         return served
     if indices is None and reference.on_host(arena):
@@ -141,31 +130,4 @@ def attend(
             new_key=new_key,
             new_value=new_value,
         )
-    return attend_gathered(
-        arena,
-        query,
-        query_starts,
-        page_table,
-        v2p,
-        rows,
-        lengths,
-        origin_bytes,
-        entry_bytes,
-        page_size,
-        offsets_bytes,
-        dims,
-        num_kv_heads,
-        dtypes,
-        scale,
-        window=window,
-        chunk=chunk,
-        softcap=softcap,
-        starts=starts,
-        sinks=sinks,
-        mask=mask,
-        bias=bias,
-        first_column=first_column,
-        indices=indices,
-        new_key=new_key,
-        new_value=new_value,
-    )
+    return attend_gathered(*where, *what, **options)

@@ -12,6 +12,7 @@ import torch
 
 from torch_uma.errors import SequenceError
 from torch_uma.lifespans import spread
+from torch_uma.tables import staged
 
 if TYPE_CHECKING:
     from torch_uma.plan import SubPool
@@ -36,10 +37,10 @@ class Packing:
         self.token_starts: Int64Array = np.concatenate([[0], counts.cumsum()])
         self.num_tokens = int(self.token_starts[-1])
         of_tokens = np.stack([spread(step.past, counts), step.rows.repeat(counts)])
-        self.positions, self._rows = torch.from_numpy(of_tokens).to(device).split(1)
+        self.positions, self._rows = staged(of_tokens, device).split(1)
         self.offsets: torch.Tensor = self.positions[0] - torch.arange(self.num_tokens, device=device)
         of_rows = np.stack([self.token_starts[1:], step.past + counts])
-        ends, self.lengths = torch.from_numpy(of_rows).to(device)
+        ends, self.lengths = staged(of_rows, device)
         self.query_starts = torch.nn.functional.pad(ends, (1, 0))
 
     def entries(self, subpool: SubPool) -> torch.Tensor:

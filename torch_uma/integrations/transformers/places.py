@@ -22,7 +22,7 @@ from torch_uma.ops.reads import Reads, plan_reads
 from torch_uma.ops.reference import on_host
 from torch_uma.plan import SubPool
 from torch_uma.runs import Run
-from torch_uma.tables import Int64Array
+from torch_uma.tables import Int64Array, staged
 
 if TYPE_CHECKING:
     from torch_uma.pool import CachePool
@@ -90,10 +90,10 @@ class StepPlaces:
         self._copy: torch.Tensor | None = None  # of the states, [rows, page_bytes] uint8
         # On the host, where arithmetic on a few numbers has a fraction of the cost that it has with tensors.
         self._host_past = step.past.astype(np.int64)[:, None]
-        self._past = torch.from_numpy(self._host_past).to(self.arena.device)  # [rows, 1]
+        self._past = staged(self._host_past, self.arena.device)  # [rows, 1]
         if self.packing is None:
             self._host_positions = self._host_past + np.arange(self.num_new_tokens)
-            self._positions = torch.from_numpy(self._host_positions).to(self.arena.device)
+            self._positions = staged(self._host_positions, self.arena.device)
         else:
             self._positions = self.packing.positions
         self.fixed = fixed_tokens(step, self.stores) if whole and not in_place else None
@@ -237,19 +237,19 @@ class StepPlaces:
         """Writes the copy of the states, if there is one, back into the arena."""
         if self._copy is not None:
             self.step.state_touched = True
-            self._state_pages.index_copy_(0, torch.from_numpy(self._slots).to(self.arena.device), self._copy)
+            self._state_pages.index_copy_(0, staged(self._slots, self.arena.device), self._copy)
 
     def _place_states(self, subpool: SubPool) -> None:
         self._slots = self.step.slots()
         self.views_states = bool((np.diff(self._slots) == 1).all())
         self._state_pages = self.step.pool.arena.pages(subpool)
         if self.step.fresh.any():
-            fresh = torch.from_numpy(self._slots[self.step.fresh]).to(self.arena.device)
+            fresh = staged(self._slots[self.step.fresh], self.arena.device)
             self._state_pages.index_fill_(0, fresh, 0)
 
     def _copied(self, store: StateStore) -> Tensors:
         if self._copy is None:
-            slots = torch.from_numpy(self._slots).to(self.arena.device)
+            slots = staged(self._slots, self.arena.device)
             self._copy = self._state_pages.index_select(0, slots)
         return {
             name: grid_over(self._copy.view(-1), placed, store.subpool.page_bytes, placed.offset_bytes)
@@ -282,7 +282,7 @@ class StepPlaces:
         """Those of the new tokens in a run, without a look at the page tables."""
         first_page, pages_between_rows = run
         first_pages = first_page + pages_between_rows * np.arange(self.num_rows)[:, None]
-        return torch.from_numpy(first_pages * subpool.page_size + self._host_positions).to(self.arena.device)
+        return staged(first_pages * subpool.page_size + self._host_positions, self.arena.device)
 
 
 def extent(lifetime: Lifetime, past: Iterable[int], num_new_tokens: int) -> tuple[int, int]:
