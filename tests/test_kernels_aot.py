@@ -11,7 +11,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("kernels are interpreted in this process, and not compiled", allow_module_level=True)
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
-from kernels import ALIGNED, OTHERS, TARGETS, figures  # noqa: E402
+from compiled_kernels import ALIGNED, OTHERS, TARGETS, figures  # noqa: E402
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -3,7 +3,7 @@
 Each launch is compiled as it would be on such a GPU, with what Triton makes of its very arguments, and disassembled.
 Writes a table to docs/benchmarks/kernels.md, or `--table`.
 
-python benchmarks/kernels.py --json kernels.json
+python benchmarks/compiled_kernels.py --json kernels.json
 """
 
 from __future__ import annotations
@@ -184,7 +184,8 @@ def table(measured: dict[str, dict[int, Figures]]) -> str:
     lines = [
         "# What the kernels become",
         "",
-        f"`python benchmarks/kernels.py` ([kernels.py](../../benchmarks/kernels.py)) with Triton {triton.__version__}:",
+        "`python benchmarks/compiled_kernels.py` ([compiled_kernels.py](../../benchmarks/compiled_kernels.py)) with "
+        f"Triton {triton.__version__}:",
         "compiled and disassembled without a GPU, for launches with these arguments. Spills are bytes of local memory",
         "a thread. Loads and stores are instructions on global memory, by their width in bits; narrow loads beside",
         "wide ones are of page numbers, entries and scales. Nothing here was run.",
