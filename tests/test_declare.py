@@ -119,7 +119,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "inkling_text": {**EXPERTS, "sliding_window": 6},
     "glm5_next_text": {**LATENT, **EXPERTS, **INDEX, "qk_rope_head_dim": 0, "index_kpool": 2},
     "zaya": {**EXPERTS, "num_experts_per_tok": 1},
-    "recurrent_gemma": {"lru_width": 48, "attention_window_size": 6},
     "lfm3": {"sliding_window": 6},
     "bailing_hybrid": {**LATENT, **EXPERTS, "layer_types": ["linear_attention", "full_attention"] * 2},
     "hy_v4": {**LATENT, **EXPERTS, **INDEX},

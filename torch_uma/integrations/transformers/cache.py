@@ -19,13 +19,14 @@ from torch_uma.counts import whole
 from torch_uma.errors import PlanError, SequenceError
 from torch_uma.integrations.transformers.attention import NAME, is_used, text_config_of
 from torch_uma.integrations.transformers.given import GivenStep
-from torch_uma.integrations.transformers.layers import AttentionLayer, StateLayer, make_layers, parts_of
+from torch_uma.integrations.transformers.layers import AttentionLayer, HybridLayer, StateLayer, make_layers, parts_of
+from torch_uma.integrations.transformers.own import Lightning, as_minimax_cache, with_lightning
 from torch_uma.integrations.transformers.places import StepPlaces
 from torch_uma.integrations.transformers.rows import CacheRows
 from torch_uma.integrations.transformers.sizing import plan_for
 from torch_uma.integrations.transformers.steps import OwnSteps
 from torch_uma.integrations.transformers.taking import TakingPlaces, TakingSteps
-from torch_uma.integrations.transformers.versions import asks_to_compile
+from torch_uma.integrations.transformers.versions import asks_to_compile, is_prefilling
 from torch_uma.layout import Chunk, Layer, State, Window
 
 if TYPE_CHECKING:
@@ -155,7 +156,10 @@ class UnifiedCache(Cache):
         )
 
     def _bind(self, layers: Sequence[Layer]) -> None:
-        super().__init__(layers=list(make_layers(layers, self._steps)))
+        if with_lightning(layers) and not isinstance(self, Lightning):
+            kind: Any = type(self)
+            self.__class__ = as_minimax_cache(Lightning, kind)
+        Cache.__init__(self, layers=list(make_layers(layers, self._steps)))
         self._declared = layers
         self._may_be_fixed = not any(
             isinstance(memory.lifetime, Chunk) or memory.lifetime == Window(1)
@@ -203,9 +207,22 @@ class UnifiedCache(Cache):
             is_compiled = asks_to_compile()
             if is_compiled is not None:
                 steps.is_compiled = is_compiled and self._may_be_fixed
-        if steps.in_place or (steps.pool is not None and steps.pool.device.type == "cpu"):
+        if steps.in_place:
+            return True
+        # Masks for such a cache take windows beside states for full attention.
+        if any(isinstance(layer, HybridLayer) and layer.is_sliding for layer in self.layers):
+            return False
+        if steps.pool is not None and steps.pool.device.type == "cpu":
             return True
         return steps.reads_fixed
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """For each layer whether it has states alone; said of none to whoever takes all such for unable to count."""
+        is_linear = [isinstance(layer, StateLayer) and not isinstance(layer, AttentionLayer) for layer in self.layers]
+        if all(is_linear) and not torch.compiler.is_compiling() and is_prefilling():
+            return [False] * len(is_linear)
+        return is_linear
 
     def _finish(self) -> None:
         """Writes back what the forward of a `pool.step` changed in copies."""
