@@ -162,7 +162,7 @@ class UnifiedCache(Cache):
         Cache.__init__(self, layers=list(make_layers(layers, self._steps)))
         self._declared = layers
         self._may_be_fixed = not any(
-            isinstance(memory.lifetime, Chunk) or memory.lifetime == Window(1)
+            isinstance(memory.lifetime, Chunk) or memory.lifetime == Window(1) or memory.tokens_per_entry > 1
             for layer in layers
             for memory in layer.memories
         )

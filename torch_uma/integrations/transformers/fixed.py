@@ -62,6 +62,8 @@ def fixed_tokens(step: Step, stores: tuple[Store, ...]) -> dict[int, FixedTokens
         return None
     extents: dict[int, tuple[int, int, Run]] = {}
     for subpool in step.pool.plan.subpools:
+        if subpool.tokens_per_entry > 1:
+            return None
         if not subpool.is_state:
             extent = _extent(step, subpool, past)
             if extent is None:

@@ -14,6 +14,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 
 from torch_uma.errors import GradientError, PlanError, SequenceError
 from torch_uma.integrations.transformers.attention import NAME, InPlace
+from torch_uma.integrations.transformers.compressed import Groups
 from torch_uma.integrations.transformers.given import GivenStep, in_forward
 from torch_uma.integrations.transformers.keep import (
     Pair,
@@ -28,7 +29,7 @@ from torch_uma.integrations.transformers.keep import (
 from torch_uma.integrations.transformers.places import StepPlaces
 from torch_uma.integrations.transformers.reading import Reading, leave
 from torch_uma.integrations.transformers.steps import OwnSteps, Part
-from torch_uma.integrations.transformers.stores import check_served
+from torch_uma.integrations.transformers.stores import check_served, groups_of
 from torch_uma.integrations.transformers.versions import DummyLayer
 from torch_uma.layout import Chunk, Full, Layer, Lifetime, State, Window
 
@@ -182,6 +183,26 @@ class AttentionLayer(ArenaLayer, CacheLayerMixin):
         return -1 if limit is None else limit
 
 
+class SingleLayer(AttentionLayer):
+    """Keys of one layer that are its values too, and are stored once."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As for keys and values, which it returns as one tensor. PlanError for attention that reads the arena."""
+        if self._steps.in_place:
+            raise PlanError(
+                f"layer {self._layer} stores its keys once, as they are its values too, which attention by {NAME!r} "
+                "does not read; call model.set_attn_implementation('eager')"
+            )
+        keys, _ = super().update(key_states, value_states[..., :0], *args, **kwargs)
+        return keys, keys
+
+
+class CompressedLayer(Groups, SingleLayer):
+    """A layer of compressed attention."""
+
+
 class LiveStates:
     """`layer.conv_states[i]` for `layer.read("conv", i)`."""
 
@@ -316,33 +337,41 @@ def make_layers(layers: Iterable[Layer], steps: Steps) -> list[CacheLayer]:
     """
     made: list[CacheLayer] = []
     for index, layer in enumerate(layers):
-        number_of_states = 0
+        number_of_states, is_single, groups = 0, False, groups_of(layer)
         lifetime: Lifetime | None = None
         for memory in layer.memories:
+            if groups and not isinstance(memory.lifetime, Window):
+                continue
             if isinstance(memory.lifetime, State):
                 number_of_states = max(1, sum(row.name.startswith("conv") for row in memory.rows))
             else:
                 check_served(index, memory)
                 lifetime = memory.lifetime
+                is_single = memory.rows[-1].name == "v" and memory.rows[-1].num_bytes == 0
         if number_of_states and lifetime is not None:
             made.append(HybridLayer(index, number_of_states, lifetime, steps, layer.restarted_by))
         elif number_of_states:
             made.append(StateLayer(index, number_of_states, steps, layer.restarted_by))
         elif lifetime is not None:
-            made.append(AttentionLayer(index, lifetime, steps))
+            kind = CompressedLayer if groups else SingleLayer if is_single else AttentionLayer
+            made.append(kind(index, lifetime, steps))
         else:
             made.append(DummyLayer())
     return made
 
 
 def parts_of(layers: Iterable[Layer]) -> list[Part]:
-    """Every layer's tokens and every row of every layer's state, as far as it stores them."""
-    return [
-        (index, name)
-        for index, layer in enumerate(layers)
-        for memory in layer.memories
-        for name in ([row.name for row in memory.rows] if isinstance(memory.lifetime, State) else ["tokens"])
-    ]
+    """Every layer's tokens and every row of every layer's state or groups, as far as every forward stores them."""
+    parts = []
+    for index, layer in enumerate(layers):
+        groups = groups_of(layer)
+        for memory in layer.memories:
+            if not isinstance(memory.lifetime, State):
+                parts.append((index, "tokens"))
+            elif not groups:
+                parts += [(index, row.name) for row in memory.rows]
+        parts += [(index, name) for name in groups]
+    return parts
 
 
 def _row_name(kind: str, state_idx: int) -> str:

@@ -15,7 +15,7 @@ import torch.utils.dlpack
 
 from torch_uma.arena import keep_address
 from torch_uma.errors import PlanError
-from torch_uma.layout import Memory, PlacedRow, State
+from torch_uma.layout import Full, Layer, Memory, PlacedRow, State
 from torch_uma.ops.reference import dtype_name
 from torch_uma.plan import SubPool
 
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from torch_uma.pool import CachePool
 
 Tensors = dict[str, torch.Tensor]
+
+COMPRESSOR = "compressor"
+"""The row that stands for a group of tokens, by which such rows are known."""
 
 _MOST_VIEWS = 16  # of one layer's states, for batches that take turns
 
@@ -71,11 +74,20 @@ class StateStore:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GroupStore:
+    """The rows of one layer by name of which a group of tokens has one. Each grid is [pages, page_size, *shape]."""
+
+    subpool: SubPool
+    grids: Tensors
+
+
+@dataclass(frozen=True, kw_only=True)
 class Store:
-    """What one layer stores in the arena; a layer that stores nothing has neither."""
+    """What one layer stores in the arena; a layer that stores nothing has none of it."""
 
     tokens: TokenStore | None
     state: StateStore | None
+    groups: GroupStore | None = None
 
 
 _STORES: WeakKeyDictionary[Arena, tuple[Store, ...]] = WeakKeyDictionary()
@@ -90,8 +102,20 @@ def stores_of(pool: CachePool) -> tuple[Store, ...]:
     return _STORES[pool.arena]
 
 
+def groups_of(layer: Layer) -> tuple[str, ...]:
+    """The names of the rows of a layer of which a group of tokens has one; none if it has no such."""
+    return next((names for names in map(_groups_in, layer.memories) if names), ())
+
+
+def _groups_in(memory: Memory) -> tuple[str, ...]:
+    names = tuple(row.name for row in memory.rows)
+    return names if isinstance(memory.lifetime, Full) and names[0] == COMPRESSOR else ()
+
+
 def check_served(index: int, memory: Memory) -> None:
     """Raise PlanError if no layer of the cache serves keys and values that are stored so."""
+    if _groups_in(memory):
+        return
     if len(memory.rows) != 2 or memory.tokens_per_entry != 1:
         raise PlanError(
             f"layer {index} stores {[row.name for row in memory.rows]} of {memory.tokens_per_entry} tokens for "
@@ -108,7 +132,14 @@ def _store(pool: CachePool, layer: int) -> Store:
             check_served(layer, memory)
     paged: list[tuple[SubPool, PlacedRow]] = []
     states: list[tuple[SubPool, PlacedRow]] = []
+    grouped = groups_of(pool.plan.layers[layer])
+    groups: GroupStore | None = None
     for subpool, placed in pool.plan.where(layer):
+        if placed.row.name in grouped:
+            if groups is None:
+                groups = GroupStore(subpool=subpool, grids={})
+            groups.grids[placed.row.name] = _own(pool.arena.view(subpool, layer, placed.row.name))
+            continue
         (states if subpool.is_state else paged).append((subpool, placed))
     if paged:
         subpool = paged[0][0]
@@ -136,7 +167,7 @@ def _store(pool: CachePool, layer: int) -> Store:
             for name, placed in rows.items()
         }
         state = StateStore(subpool=subpool, rows=rows, grids=state_grids)
-    return Store(tokens=tokens, state=state)
+    return Store(tokens=tokens, state=state, groups=groups)
 
 
 def grid_over(memory: torch.Tensor, placed: PlacedRow, page_bytes: int, first_byte: int) -> torch.Tensor:
