@@ -26,7 +26,7 @@ from torch_uma.integrations.transformers.rows import CacheRows
 from torch_uma.integrations.transformers.sizing import plan_for
 from torch_uma.integrations.transformers.steps import OwnSteps
 from torch_uma.integrations.transformers.taking import TakingPlaces, TakingSteps
-from torch_uma.integrations.transformers.versions import asks_to_compile, is_prefilling
+from torch_uma.integrations.transformers.versions import asks_to_compile
 from torch_uma.layout import Chunk, Layer, State, Window
 
 if TYPE_CHECKING:
@@ -215,14 +215,6 @@ class UnifiedCache(Cache):
         if steps.pool is not None and steps.pool.device.type == "cpu":
             return True
         return steps.reads_fixed
-
-    @property
-    def is_linear(self) -> list[bool]:
-        """For each layer whether it has states alone; said of none to whoever takes all such for unable to count."""
-        is_linear = [isinstance(layer, StateLayer) and not isinstance(layer, AttentionLayer) for layer in self.layers]
-        if all(is_linear) and not torch.compiler.is_compiling() and is_prefilling():
-            return [False] * len(is_linear)
-        return is_linear
 
     def _finish(self) -> None:
         """Writes back what the forward of a `pool.step` changed in copies."""

@@ -45,12 +45,3 @@ def asks_to_compile() -> bool | None:
     model, options = frame.f_locals["self"], frame.f_locals["generation_config"]
     is_forced = options.compile_config is not None and options.compile_config._compile_all_devices
     return bool(is_forced or model.device.type in ("cuda", "xpu", "neuron", "tpu"))
-
-
-def is_prefilling() -> bool:
-    """Whether the prefill of `generate()` has called what has called this, from 5.23 on.
-
-    It hands on only those ids that a cache lacks, unless the cache is of linear layers alone, of which those of
-    transformers do not count tokens.
-    """
-    return sys._getframe(2).f_code is GenerationMixin._prefill.__code__
