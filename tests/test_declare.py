@@ -262,7 +262,11 @@ def test_nothing_is_changed() -> None:
 @pytest.mark.parametrize(
     ("model_type", "options", "words"),
     [
-        ("unlimited_ocr_text", {}, "unknown kinds .*reference_sliding_attention.*known are full_attention"),
+        (
+            "qwen2",
+            {"num_hidden_layers": 2, "layer_types": ["full_attention", "window_attention"]},
+            "unknown kinds .*window_attention.*known are full_attention",
+        ),
         ("openai-gpt", {}, "takes no cache"),
         ("t5", {}, "has an encoder"),
         ("llama", {"num_hidden_layers": 0}, "no layers"),

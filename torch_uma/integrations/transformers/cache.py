@@ -19,7 +19,14 @@ from torch_uma.counts import whole
 from torch_uma.errors import PlanError, SequenceError
 from torch_uma.integrations.transformers.attention import NAME, is_used, text_config_of
 from torch_uma.integrations.transformers.given import GivenStep
-from torch_uma.integrations.transformers.layers import AttentionLayer, HybridLayer, StateLayer, make_layers, parts_of
+from torch_uma.integrations.transformers.layers import (
+    AttentionLayer,
+    HybridLayer,
+    ReferenceLayer,
+    StateLayer,
+    make_layers,
+    parts_of,
+)
 from torch_uma.integrations.transformers.own import Lightning, as_minimax_cache, with_lightning
 from torch_uma.integrations.transformers.places import StepPlaces
 from torch_uma.integrations.transformers.rows import CacheRows
@@ -323,6 +330,9 @@ class UnifiedCache(Cache):
         memo[id(self)] = fork
         fork._steps = steps.fork()
         fork._bind(self._declared)
+        for mine, theirs in zip(fork.layers, self.layers, strict=True):
+            if isinstance(mine, ReferenceLayer) and isinstance(theirs, ReferenceLayer):
+                mine.follow(theirs)
         return fork
 
     def __copy__(self) -> UnifiedCache:

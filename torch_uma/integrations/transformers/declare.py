@@ -31,6 +31,7 @@ from transformers.models.auto.modeling_auto import (
 from torch_uma.errors import PlanError
 from torch_uma.integrations.transformers.compressed import memories_of
 from torch_uma.integrations.transformers.own import LIGHTNING, as_minimax_cache, check_remembers
+from torch_uma.integrations.transformers.prompt import REFERENCE
 from torch_uma.integrations.transformers.restarts import restarting
 from torch_uma.integrations.transformers.versions import layer_configs, layer_kinds
 from torch_uma.layout import Chunk, Full, Layer, Lifetime, Memory, Row, State, Window
@@ -39,6 +40,7 @@ _ATTENTION_KINDS: dict[str, Callable[..., Lifetime]] = {
     "full_attention": Full,
     "indexed_attention": Full,
     "hybrid": Full,
+    REFERENCE: Full,
     "sliding_attention": Window,
     "hybrid_sliding": Window,
     "chunked_attention": Chunk,
@@ -250,13 +252,14 @@ def _state_rows(layer: Any) -> tuple[Row, ...]:
 
 def _token_rows(layer: Any) -> tuple[Row, ...]:
     rows = []
-    keys: torch.Tensor | None = getattr(layer, "keys", None)
+    keys: torch.Tensor | None = getattr(layer, "prefill_keys", getattr(layer, "keys", None))
     if keys is not None:
         # An MLA layer stores the compressed latent and the rotary key that all heads share.
         is_latent = tuple(keys.shape[1::2]) == (1, layer.latent_width)
         names = ("latent", "rope_key") if is_latent else ("k", "v")
         # What is both is stored once.
-        values = layer.values[..., :0] if layer.is_single else layer.values
+        values: torch.Tensor = getattr(layer, "prefill_values", layer.values)
+        values = values[..., :0] if layer.is_single else values
         for name, tensor in zip(names, (keys, values), strict=True):
             rows.append(_row(name, tensor.shape[1::2], tensor.dtype))
     index_keys: torch.Tensor | None = getattr(layer, "indexer_keys", None)

@@ -27,6 +27,7 @@ from torch_uma.integrations.transformers.keep import (
     write_all,
 )
 from torch_uma.integrations.transformers.places import StepPlaces
+from torch_uma.integrations.transformers.prompt import REFERENCE, Prompt
 from torch_uma.integrations.transformers.reading import Reading, leave
 from torch_uma.integrations.transformers.steps import OwnSteps, Part
 from torch_uma.integrations.transformers.stores import check_served, groups_of
@@ -203,6 +204,23 @@ class CompressedLayer(Groups, SingleLayer):
     """A layer of compressed attention."""
 
 
+class ReferenceLayer(Prompt, AttentionLayer):
+    """Keys and values of which a query sees those of the prompt and of a window."""
+
+    def __init__(self, layer: int, lifetime: Lifetime, steps: Steps) -> None:
+        super().__init__(layer, lifetime, steps)
+        self._layer_type = REFERENCE  # not of the class, of which transformers would then make its own caches
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As for full attention, whose mask says what is seen."""
+        is_fresh = not self._steps.has_tokens()
+        updated = super().update(key_states, value_states, *args, **kwargs)
+        self.begin(is_fresh, key_states.shape[-2])
+        return updated
+
+
 class LiveStates:
     """`layer.conv_states[i]` for `layer.read("conv", i)`."""
 
@@ -354,7 +372,7 @@ def make_layers(layers: Iterable[Layer], steps: Steps) -> list[CacheLayer]:
             made.append(StateLayer(index, number_of_states, steps, layer.restarted_by))
         elif lifetime is not None:
             kind = CompressedLayer if groups else SingleLayer if is_single else AttentionLayer
-            made.append(kind(index, lifetime, steps))
+            made.append((ReferenceLayer if layer.name == REFERENCE else kind)(index, lifetime, steps))
         else:
             made.append(DummyLayer())
     return made
