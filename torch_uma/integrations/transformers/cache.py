@@ -19,7 +19,13 @@ from torch_uma.counts import whole
 from torch_uma.errors import PlanError, SequenceError
 from torch_uma.integrations.transformers.attention import NAME, is_used, text_config_of
 from torch_uma.integrations.transformers.given import GivenStep
-from torch_uma.integrations.transformers.layers import AttentionLayer, StateLayer, make_layers, parts_of
+from torch_uma.integrations.transformers.layers import (
+    AttentionLayer,
+    IndexedLayer,
+    StateLayer,
+    make_layers,
+    parts_of,
+)
 from torch_uma.integrations.transformers.places import StepPlaces
 from torch_uma.integrations.transformers.rows import CacheRows
 from torch_uma.integrations.transformers.sizing import plan_for
@@ -237,6 +243,13 @@ class UnifiedCache(Cache):
         layer: Any = self.layers[layer_idx]
         stored: tuple[torch.Tensor, torch.Tensor] = layer.update(key_states, value_states, *args, **kwargs)
         return stored
+
+    def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        """Stores new index keys of a layer; returns those of all tokens. PlanError for a layer that has none."""
+        self._check_layer(layer_idx, IndexedLayer, "index keys")
+        layer: Any = self.layers[layer_idx]
+        index_keys: torch.Tensor = layer.update_indexer(indexer_key_states)
+        return index_keys
 
     def update_conv_state(
         self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any

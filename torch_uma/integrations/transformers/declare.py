@@ -34,6 +34,7 @@ from torch_uma.layout import Chunk, Full, Layer, Lifetime, Memory, Row, State, W
 _ATTENTION_KINDS: dict[str, Callable[..., Lifetime]] = {
     "full_attention": Full,
     "indexed_attention": Full,
+    "minimax_m3_sparse": Full,
     "hybrid": Full,
     "sliding_attention": Window,
     "hybrid_sliding": Window,
@@ -48,8 +49,9 @@ def declare(model_or_config: Any, *, dtype: torch.dtype | None = None) -> tuple[
     """Layers of a transformers model or config, in the order of its cache.
 
     `dtype` is the dtype of the activations; without it, that of the model's parameters or the one named by the config.
-    Rows of a token are `k` and `v` [kv_heads, head_dim], `latent` and `rope_key` [1, width], `index_key` [width]; those
-    of a sequence are `conv` [channels, kernel] and `recurrent` [...], then `conv_1`, `recurrent_1`, ...
+    Rows of a token are `k` and `v` [kv_heads, head_dim], `latent` and `rope_key` [1, width], `index_key` [width], or
+    [1, width] where it scores blocks of tokens, and `index_position` [axes]; those of a sequence are `conv` [channels,
+    kernel] and `recurrent` [...], then `conv_1`, `recurrent_1`, ...
     Raises PlanError for a config without layers, for kinds of layers that are not known, and for models that keep what
     they remember outside the cache. Nothing is allocated, and the model is neither run nor changed.
     """
@@ -213,6 +215,12 @@ def _token_rows(layer: Any) -> tuple[Row, ...]:
     index_keys: torch.Tensor | None = getattr(layer, "indexer_keys", None)
     if index_keys is not None:
         rows.append(_row("index_key", index_keys.shape[2:], index_keys.dtype))
+    block_keys: torch.Tensor | None = getattr(layer, "idx_keys", None)
+    if block_keys is not None:
+        rows.append(_row("index_key", block_keys.shape[1::2], block_keys.dtype))
+    positions: torch.Tensor | None = getattr(layer, "indexer_position_ids", None)
+    if positions is not None:  # [axes, batch, tokens]
+        rows.append(_row("index_position", positions.shape[:1], positions.dtype))
     return tuple(rows)
 
 

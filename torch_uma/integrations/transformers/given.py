@@ -82,8 +82,8 @@ class GivenStep:
             self._check_first(layer, name, is_read)
         return self.places
 
-    def leave(self, layer: int) -> None:
-        """A layer has stored its tokens; the step is closed by whoever opened it."""
+    def leave(self, layer: int, name: str) -> None:
+        """A layer has stored its tokens or index keys; the step is closed by whoever opened it."""
 
     def length(self) -> int | torch.Tensor:
         """Tokens that the longest sequence held before the step; a tensor for a trace that goes on for other steps.
@@ -95,6 +95,11 @@ class GivenStep:
         if (self.places.in_place or self.places.fixed is not None) and torch.compiler.is_compiling():
             return self.places.longest_past
         return self.places.max_past
+
+    def length_at(self, layer: int) -> int | torch.Tensor:
+        """The same, with the new tokens once the layer has stored them; in a trace, as before them."""
+        is_ahead = (layer, "tokens", False) in self._touches
+        return self.length() + (self.places.num_new_tokens if is_ahead else 0)
 
     def has_tokens(self) -> bool:
         """Whether any sequence held tokens before the step."""

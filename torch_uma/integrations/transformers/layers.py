@@ -12,14 +12,17 @@ from typing import Any, NoReturn
 import torch
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
-from torch_uma.errors import GradientError, PlanError, SequenceError
+from torch_uma.errors import PlanError, SequenceError
 from torch_uma.integrations.transformers.attention import NAME, InPlace
 from torch_uma.integrations.transformers.given import GivenStep, in_forward
+from torch_uma.integrations.transformers.index import IndexKeys
 from torch_uma.integrations.transformers.keep import (
-    Pair,
+    Rows,
     append,
+    check_no_gradients,
     check_stored,
     gather,
+    gradient_error,
     has_dtype,
     views,
     write,
@@ -28,7 +31,7 @@ from torch_uma.integrations.transformers.keep import (
 from torch_uma.integrations.transformers.places import StepPlaces
 from torch_uma.integrations.transformers.reading import Reading, leave
 from torch_uma.integrations.transformers.steps import OwnSteps, Part
-from torch_uma.integrations.transformers.stores import check_served
+from torch_uma.integrations.transformers.stores import INDEX_KEY, check_served, parts_of_memory
 from torch_uma.integrations.transformers.versions import DummyLayer
 from torch_uma.layout import Chunk, Full, Layer, Lifetime, State, Window
 
@@ -48,8 +51,9 @@ class ArenaLayer:
 class AttentionLayer(ArenaLayer, CacheLayerMixin):
     """Keys and values of one layer, needed for ever or in a window."""
 
+    keys = values = None  # part of the interface; the arena holds them
+
     def __init__(self, layer: int, lifetime: Lifetime, steps: Steps) -> None:
-        self.keys = self.values = None  # part of the interface; the arena holds them
         self.path = "none"
         self.is_sliding = not isinstance(lifetime, Full)
         self.is_croppable = not self.is_sliding
@@ -77,8 +81,7 @@ class AttentionLayer(ArenaLayer, CacheLayerMixin):
         What it returns may be a view of the arena, good until the next forward. For attention that reads the arena it
         returns what it was given, and puts a `Reading` into the dictionary `kwargs`. OutOfMemory, GradientError.
         """
-        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
-            raise _gradient_error()
+        check_no_gradients(key_states, value_states)
         places = self._steps.enter(self._layer, "tokens", num_new_tokens=key_states.shape[-2], like=key_states)
         assert places is not None
         store = places.stores[self._layer].tokens
@@ -89,11 +92,11 @@ class AttentionLayer(ArenaLayer, CacheLayerMixin):
         if places.fixed is not None and (places.is_fixed or is_traced):
             if not is_traced:
                 self.path = "view"
-            keys, values = places.fixed[self._layer].update(places.longest_past, new)
-            self._steps.leave(self._layer)
+            keys, values = places.fixed[self._layer, "tokens"].update(places.longest_past, new)
+            self._steps.leave(self._layer, "tokens")
             return keys, values
         where = places.tokens[store.subpool.index]
-        made: Pair | None = None
+        made: Rows | None = None
         if is_traced or not has_dtype(store, new):
             write(places.arena, store, where.write, new)
         elif where.run is not None and places.is_on_host:
@@ -132,7 +135,7 @@ class AttentionLayer(ArenaLayer, CacheLayerMixin):
         else:
             self.path = "gather"
             keys, values = gather(places, store, where.appends, new)
-        self._steps.leave(self._layer)
+        self._steps.leave(self._layer, "tokens")
         return keys, values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int | torch.Tensor]:  # type: ignore[override]
@@ -158,6 +161,28 @@ class AttentionLayer(ArenaLayer, CacheLayerMixin):
             return int(self.sliding_window)
         limit = None if isinstance(self._steps, GivenStep) else self._steps.rows.max_tokens
         return -1 if limit is None else limit
+
+
+class IndexedLayer(IndexKeys, AttentionLayer):
+    """A layer that has index keys beside keys and values, or index keys alone."""
+
+    @property
+    def keys(self) -> torch.Tensor | None:  # type: ignore[override]  # nobody sets it
+        """How many tokens there are keys of, as [1, 1, tokens, 0]: the arena has the keys. None for none.
+
+        SequenceError in a trace, where nobody knows.
+        """
+        if torch.compiler.is_compiling():
+            raise SequenceError(
+                f"layer {self._layer} is asked how many keys it has, which a compiled forward does not know; run this "
+                "model without torch.compile"
+            )
+        num_tokens = int(self.get_seq_length())
+        return torch.empty((1, 1, num_tokens, 0), device="meta") if num_tokens else None
+
+    def get_seq_length(self) -> int | torch.Tensor:  # type: ignore[override]  # a tensor in a trace
+        """Tokens of the longest row, with the new ones of a forward once the layer has stored their keys."""
+        return self._steps.length_at(self._layer)
 
 
 class LiveStates:
@@ -213,7 +238,7 @@ class StateLayer(ArenaLayer, LinearAttentionCacheLayerMixin):
         if isinstance(self._steps, OwnSteps) and not torch.compiler.is_compiling() and not in_forward():
             return self._steps.at_rest().state(self._layer, name)
         if torch.is_grad_enabled():
-            raise _gradient_error()
+            raise gradient_error()
         places = self._steps.enter(self._layer, name, is_read=True)
         if places is None or places.fresh:
             return None
@@ -238,7 +263,7 @@ class StateLayer(ArenaLayer, LinearAttentionCacheLayerMixin):
 
     def _write(self, new: torch.Tensor, kind: str, state_idx: int) -> tuple[StepPlaces, torch.Tensor]:
         if torch.is_grad_enabled():
-            raise _gradient_error()
+            raise gradient_error()
         num_new_tokens = new.shape[-1] if kind == "conv" else None
         name = _row_name(kind, state_idx)
         places = self._steps.enter(self._layer, name, num_new_tokens=num_new_tokens, like=new)
@@ -281,7 +306,7 @@ def make_layers(layers: Iterable[Layer], steps: Steps) -> list[CacheLayer]:
     """
     made: list[CacheLayer] = []
     for index, layer in enumerate(layers):
-        number_of_states = 0
+        number_of_states, has_index = 0, False
         lifetime: Lifetime | None = None
         for memory in layer.memories:
             if isinstance(memory.lifetime, State):
@@ -289,33 +314,27 @@ def make_layers(layers: Iterable[Layer], steps: Steps) -> list[CacheLayer]:
             else:
                 check_served(index, memory)
                 lifetime = memory.lifetime
+                has_index = any(row.name == INDEX_KEY for row in memory.rows)
         if number_of_states and lifetime is not None:
             made.append(HybridLayer(index, number_of_states, lifetime, steps))
         elif number_of_states:
             made.append(StateLayer(index, number_of_states, steps))
         elif lifetime is not None:
-            made.append(AttentionLayer(index, lifetime, steps))
+            made.append((IndexedLayer if has_index else AttentionLayer)(index, lifetime, steps))
         else:
             made.append(DummyLayer())
     return made
 
 
 def parts_of(layers: Iterable[Layer]) -> list[Part]:
-    """Every layer's tokens and every row of every layer's state, as far as it stores them."""
+    """Every layer's tokens and index keys, and every row of every layer's state, as far as it stores them."""
     return [
         (index, name)
         for index, layer in enumerate(layers)
         for memory in layer.memories
-        for name in ([row.name for row in memory.rows] if isinstance(memory.lifetime, State) else ["tokens"])
+        for name in parts_of_memory(memory)
     ]
 
 
 def _row_name(kind: str, state_idx: int) -> str:
     return kind if state_idx == 0 else f"{kind}_{state_idx}"
-
-
-def _gradient_error() -> GradientError:
-    return GradientError(
-        "a forward that records gradients would write into the cache, whose rows later steps overwrite; "
-        "wrap the call in torch.no_grad(), or pass use_cache=False to train"
-    )

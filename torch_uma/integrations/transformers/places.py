@@ -110,7 +110,7 @@ class StepPlaces:
         for layer, store in enumerate(self.stores):
             if whole and store.state is not None:
                 self.state(layer)
-            if whole and store.tokens is not None and not in_place:
+            if whole and store.paged and not in_place:
                 self.extent(layer)
 
     # Not kept: a trace makes them part of its graph, and a forward that runs on the host asks for none of them.
@@ -148,8 +148,7 @@ class StepPlaces:
     def extent(self, layer: int) -> tuple[int, int]:
         """First column and number of columns of the keys that a layer reads, of rows that end at one column."""
         if layer not in self._extents:
-            store = self.stores[layer].tokens
-            assert store is not None
+            store = next(iter(self.stores[layer].paged.values()))
             self._extents[layer] = extent(store.subpool.lifetime, self.past.tolist(), self.num_new_tokens)
         return self._extents[layer]
 
@@ -158,9 +157,8 @@ class StepPlaces:
         is_traced = torch.compiler.is_compiling()
         if self.fixed is None or not (self.is_fixed or is_traced):
             return None
-        return self.fixed[layer].num_columns, self.fixed[layer].offset(
-            self.longest_past if is_traced else self.max_past
-        )
+        fixed = self.fixed[layer, next(iter(self.stores[layer].paged))]
+        return fixed.num_columns, fixed.offset(self.longest_past if is_traced else self.max_past)
 
     def page_table(self, subpool: SubPool) -> torch.Tensor:
         """The page tables of all rows of the pool, [all rows, columns] int32 at a fixed address."""
@@ -175,6 +173,16 @@ class StepPlaces:
             columns = torch.arange(offset, end, device=self.arena.device)
             self._fetched[subpool.index] = self.step.entries(subpool, columns - (self.max_past - self._past))
         return self._fetched[subpool.index]
+
+    def read_from_start(self, subpool: SubPool) -> torch.Tensor:
+        """The same of full attention where all rows begin with column 0: -1 behind a row that is shorter."""
+        columns = torch.arange(self.max_past + self.num_new_tokens, device=self.arena.device)
+        return self.step.entries(subpool, torch.where(columns < self.lengths[:, None], columns, -1))
+
+    def read_past(self, subpool: SubPool) -> torch.Tensor:
+        """The int64 entries [rows, longest past] of full attention before the step, -1 in front of shorter rows."""
+        columns = torch.arange(self.max_past, device=self.arena.device)
+        return self.step.entries(subpool, columns - (self.max_past - self._past))
 
     def reads(self, store: TokenStore, starts: torch.Tensor | None) -> Reads:
         """What a layer's attention reads in the arena, where `starts` [rows] are the first tokens that are seen.

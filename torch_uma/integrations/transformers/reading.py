@@ -52,7 +52,7 @@ class Reading(NamedTuple):
     places: StepPlaces
     store: TokenStore
     new: tuple[Tensor, Tensor]
-    views: tuple[Tensor, Tensor] | None = None
+    views: tuple[Tensor, ...] | None = None
 
     def attend(self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """Attention of `query` [rows, heads, new, dim]: [rows, new, heads, value dim]."""
@@ -97,7 +97,7 @@ class Reading(NamedTuple):
         return torch.einsum("bqhr,hvr->bqhv", attended, of_values)
 
     def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, offsets_bytes: tuple[int, int], scores: Scores
+        self, query: Tensor, key: Tensor, value: Tensor, offsets_bytes: tuple[int, ...], scores: Scores
     ) -> Tensor:
         """[rows, new, heads, value dim], with keys and values of these shapes at `offsets_bytes` of an entry."""
         places, subpool = self.places, self.store.subpool

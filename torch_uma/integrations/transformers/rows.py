@@ -21,6 +21,7 @@ from torch_uma.transplant import transplant
 
 if TYPE_CHECKING:
     from torch_uma.batch import Batch
+    from torch_uma.plan import SubPool
     from torch_uma.pool import CachePool
     from torch_uma.sequence import Sequence
     from torch_uma.step import Step
@@ -208,6 +209,14 @@ class CacheRows:
         ids = np.concatenate([sequence.pages[store.subpool.index] for sequence in self.sequences])
         slots = torch.from_numpy(self.pool.allocator.v2p[ids].astype(np.int64))
         return store.grids[name].index_select(0, slots.to(self.pool.device))
+
+    def entries(self, subpool: SubPool) -> torch.Tensor:
+        """Where the tokens of full attention lie between two steps: int64 entries [rows, length]."""
+        assert self.pool is not None
+        columns, within = np.divmod(np.arange(self.length), subpool.page_size)
+        ids = np.stack([sequence.pages[subpool.index][columns] for sequence in self.sequences])
+        pages = self.pool.allocator.v2p[ids].astype(np.int64)
+        return torch.from_numpy(pages * subpool.page_size + within).to(self.pool.device)
 
     def check_whole(self) -> None:
         """Raise SequenceError if a forward was stopped after it had changed states in place."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 Part = tuple[int, str]
-"""A layer, and "tokens" or the name of one of its state rows."""
+"""A layer, and "tokens", "index" or the name of one of its state rows."""
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 _untraced: Callable[[_Method], _Method] = partial(
@@ -39,10 +39,10 @@ class OwnSteps:
     """The step that the current forward pass over the rows of one cache is in.
 
     A step begins at a forward's first call, for all kinds at once, and is complete when all `parts` have been called:
-    every layer's tokens, and every row of its state, which several new tokens write while one new token may only read
-    it, to change it in place. If tokens came last it is committed at once, otherwise at the next call, as a state may
-    still be changing and tokens may still be read. A forward that stopped half-way is aborted at the next call; one
-    that stopped in the last layer while it changed a state in place cannot be told from a whole one.
+    every layer's tokens and index keys, and every row of its state, which several new tokens write while one new token
+    may only read it, to change it in place. If tokens came last it is committed at once, otherwise at the next call, as
+    a state may still be changing and tokens may still be read. A forward that stopped half-way is aborted at the next
+    call; one that stopped in the last layer while it changed a state in place cannot be told from a whole one.
 
     A compiled forward makes no calls, so its step begins before it, when `generate()` announces it, and is complete
     when the graph has gone through the last layer.
@@ -82,9 +82,10 @@ class OwnSteps:
     ) -> StepPlaces | None:
         """Returns the places of the step that this call belongs to, and begins it first where need be.
 
-        `name` is "tokens" or that of a state row, which a layer reads at most once a forward, and before it writes it.
-        None while there are no rows and `like`, a tensor [batch, ...], does not tell how many to make. OutOfMemory
-        leaves everything as after the last whole step. SequenceError in a forward whose step something else has ended.
+        `name` is "tokens", "index" or that of a state row, which a layer reads at most once a forward, and before it
+        writes it. None while there are no rows and `like`, a tensor [batch, ...], does not tell how many to make.
+        OutOfMemory leaves everything as after the last whole step. SequenceError in a forward whose step something else
+        has ended.
         """
         if not torch.compiler.is_compiling():
             return self._enter(layer, name, is_read, num_new_tokens, like)
@@ -130,24 +131,24 @@ class OwnSteps:
         places.is_announced = False
         self._last_layer = layer
         self._touches.add((layer, name, is_read))
-        if name != "tokens" and (places.num_new_tokens == 1 or not is_read):
+        if name not in ("tokens", "index") and (places.num_new_tokens == 1 or not is_read):
             self._waiting.discard((layer, name))
         return places
 
     _enter_untraced = _untraced(_enter)  # a call through it costs as much as the rest
 
-    def leave(self, layer: int) -> None:
-        """A layer has stored its tokens; if it was the last to be waited for, the step is committed.
+    def leave(self, layer: int, name: str) -> None:
+        """A layer has stored its tokens or index keys; if it was the last to be waited for, the step is committed.
 
         Not yet if they are to be read in the arena, as the pages that go with the commit may be among them.
         """
         if not torch.compiler.is_compiling():
-            self._leave(layer)
+            self._leave(layer, name)
         elif self._open is None or not self._open.is_announced:
-            self._leave_untraced(layer)
+            self._leave_untraced(layer, name)
 
-    def _leave(self, layer: int) -> None:
-        self._waiting.discard((layer, "tokens"))
+    def _leave(self, layer: int, name: str) -> None:
+        self._waiting.discard((layer, name))
         if not self._waiting and self._open is not None and not self._open.in_place:
             self.settle()
 
@@ -196,6 +197,12 @@ class OwnSteps:
         """Tokens in every row after the last whole step; in a trace, those before the step, as for a given one."""
         places = self._announced_places()
         return self._length() if places is None or places.is_traversed else places.longest_past
+
+    def length_at(self, layer: int) -> int | torch.Tensor:
+        """The same, with the new tokens of a forward that is not traced once the layer has stored them."""
+        places = None if self._is_complete() else self._open
+        is_ahead = places is not None and (layer, "tokens", False) in self._touches
+        return self.length() + (places.num_new_tokens if places is not None and is_ahead else 0)
 
     def _now(self) -> int:
         """Tokens in every row, without a trace."""
