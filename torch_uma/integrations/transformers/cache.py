@@ -30,6 +30,7 @@ from torch_uma.integrations.transformers.places import StepPlaces
 from torch_uma.integrations.transformers.rows import CacheRows
 from torch_uma.integrations.transformers.sizing import plan_for
 from torch_uma.integrations.transformers.steps import OwnSteps
+from torch_uma.integrations.transformers.stores import INDEX_KEY
 from torch_uma.integrations.transformers.taking import TakingPlaces, TakingSteps
 from torch_uma.integrations.transformers.versions import asks_to_compile
 from torch_uma.layout import Chunk, Layer, State, Window
@@ -163,7 +164,11 @@ class UnifiedCache(Cache):
     def _bind(self, layers: Sequence[Layer]) -> None:
         super().__init__(layers=list(make_layers(layers, self._steps)))
         self._declared = layers
-        self._may_be_fixed = not any(
+        has_index = any(row.name == INDEX_KEY for layer in layers for memory in layer.memories for row in memory.rows)
+        # Models with states beside index keys, as qwen4_exp and glm5_next, read numbers back to group what they choose.
+        self._is_eager = has_index and any(self.is_linear)
+        self._chooses = has_index
+        self._may_be_fixed = not self._is_eager and not any(
             isinstance(memory.lifetime, Chunk) or memory.lifetime == Window(1)
             for layer in layers
             for memory in layer.memories
@@ -203,6 +208,8 @@ class UnifiedCache(Cache):
         read strided keys once for every head. OutOfMemory.
         """
         steps = self._steps
+        if self._is_eager or (self._chooses and steps.in_place):  # which reads no index keys of a fixed size
+            return False
         if isinstance(steps, OwnSteps) and not torch.compiler.is_compiling():
             if steps.in_place and all(self.is_linear):
                 steps.announce(1)

@@ -126,6 +126,15 @@ class StepPlaces:
         return self._past.amax()
 
     @property
+    def columns_in_front(self) -> torch.Tensor:
+        """[rows, 1] int64, columns in front of each row where all rows end at one column."""
+        return self.max_past - self._past
+
+    def positions_at(self, columns: torch.Tensor) -> torch.Tensor:
+        """[rows] int64, the positions at a column for each row, of rows that end at one; 0 in front of a row."""
+        return columns if self.is_even else (columns - self.columns_in_front[:, 0]).clamp(min=0)
+
+    @property
     def query_starts(self) -> torch.Tensor:
         """[rows + 1] int64, the new tokens of the rows before each, and of all."""
         if self.packing is not None:
@@ -171,7 +180,7 @@ class StepPlaces:
             end = offset + length - (self.num_new_tokens if self.tokens[subpool.index].appends else 0)
             # Rows are aligned at their ends: a column before a row's first token has a negative position.
             columns = torch.arange(offset, end, device=self.arena.device)
-            self._fetched[subpool.index] = self.step.entries(subpool, columns - (self.max_past - self._past))
+            self._fetched[subpool.index] = self.step.entries(subpool, columns - self.columns_in_front)
         return self._fetched[subpool.index]
 
     def read_from_start(self, subpool: SubPool) -> torch.Tensor:
@@ -182,7 +191,7 @@ class StepPlaces:
     def read_past(self, subpool: SubPool) -> torch.Tensor:
         """The int64 entries [rows, longest past] of full attention before the step, -1 in front of shorter rows."""
         columns = torch.arange(self.max_past, device=self.arena.device)
-        return self.step.entries(subpool, columns - (self.max_past - self._past))
+        return self.step.entries(subpool, columns - self.columns_in_front)
 
     def reads(self, store: TokenStore, starts: torch.Tensor | None) -> Reads:
         """What a layer's attention reads in the arena, where `starts` [rows] are the first tokens that are seen.
@@ -217,14 +226,19 @@ class StepPlaces:
         return np.arange(self.num_rows + 1) * self.num_new_tokens
 
     def inputs(self) -> Tensors:
-        """The position ids [batch, new]; and for attention to rows that are fetched, and aligned at their ends, the
-        attention mask [rows, longest past + new], unless nothing is masked.
+        """The position ids [batch, new]; and for attention to rows that are fetched, and aligned at their ends, or for
+        a choice among their keys, the attention mask [rows, longest past + new], unless nothing is masked.
         """
-        if self.in_place or self.fixed is not None:
+        if self.fixed is not None or (self.in_place and (self.is_even or not self._chooses_columns)):
             return {"position_ids": self._positions}
         columns = torch.arange(self.max_past + self.num_new_tokens, device=self.arena.device)
         attention_mask = (columns >= self.max_past - self._past).long()
         return {"attention_mask": attention_mask, "position_ids": self._positions}
+
+    @property
+    def _chooses_columns(self) -> bool:
+        """Whether layers choose single keys, by index keys that end at one column."""
+        return any(store.index is not None and len(store.index.rows[0].row.shape) == 1 for store in self.stores)
 
     def state(self, layer: int) -> Tensors:
         """The state of `layer` by row name, [rows, *shape] in the order of the batch: live, to be changed in place.

@@ -15,7 +15,7 @@ import torch.utils.dlpack
 
 from torch_uma.arena import keep_address
 from torch_uma.errors import PlanError
-from torch_uma.layout import Full, Memory, PlacedRow, State
+from torch_uma.layout import Full, Layer, Memory, PlacedRow, State
 from torch_uma.ops.reference import dtype_name
 from torch_uma.plan import SubPool
 
@@ -155,6 +155,11 @@ def _store(pool: CachePool, layer: int) -> Store:
     )
 
 
+def _has_index_alone(layer: Layer) -> bool:
+    """Whether it attends to the keys of an earlier layer, which the declaration does not name."""
+    return any(parts_of_memory(memory) == ["index"] for memory in layer.memories)
+
+
 def _token_store(pool: CachePool, layer: int, paged: list[tuple[SubPool, PlacedRow]]) -> TokenStore | None:
     if not paged:
         return None
@@ -170,7 +175,7 @@ def _token_store(pool: CachePool, layer: int, paged: list[tuple[SubPool, PlacedR
         widths=tuple(prod(placed.row.shape) for placed in rows),
         dtypes=tuple(dtype_name(placed.row.dtype) for placed in rows),
         is_latent=rows[0].row.name == "latent",
-        is_shared=any(other.shares == layer for other in pool.plan.layers),
+        is_shared=any(other.shares == layer or _has_index_alone(other) for other in pool.plan.layers),
     )
 
 
