@@ -298,7 +298,20 @@ def test_tensors_stay_for_the_next_multi_step_over_the_same_batch() -> None:
             multi.commit([1, 1])
         scramble(pool, 5)
     assert stacks[0] is stacks[1] is stacks[2]
-    assert pool.begin_steps(batch, 5).stacks is not stacks[0]
+
+
+def test_few_stacks_are_kept_whatever_numbers_of_steps_there_are() -> None:
+    pool = make_pool("full", page_size=1, memory=1 << 14)
+    batch = pool.batch([pool.add(), pool.add()])
+    for num_steps in range(1, 34):
+        with pool.begin_steps(batch, num_steps) as multi:
+            for _ in range(num_steps):
+                multi.stacks.advance()
+            assert multi.stacks.taken[0] == 2 * num_steps
+    assert len(batch.rows._stacks) == 7
+    room = [len(stacks.pages[0]) for stacks in batch.rows._stacks.values()]
+    assert sum(room) < 2 * max(room) == 4 * 64
+    pool.check()
 
 
 def test_a_block_that_does_not_commit_aborts() -> None:

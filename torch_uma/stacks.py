@@ -1,7 +1,7 @@
 """Stacks: what a graph needs to take tokens and pages by itself, as tensors at fixed addresses.
 
-Owns these tensors for one batch and one number of steps. The host loads them before a multi-step; `advance`, which runs
-inside of a graph, takes one token for each row. Nothing here is read back.
+Owns these tensors for one batch and multi-steps up to some length. The host loads them before each; `advance`, which
+runs inside of a graph, takes one token for each row. Nothing here is read back.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_uma.arena import keep_address
-from torch_uma.tables import staged
+from torch_uma.arena import keep_address, staged
 
 if TYPE_CHECKING:
     from torch_uma.pool import CachePool
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Stacks:
-    """The tensors of multi-steps of `num_steps` steps over the rows `numbers` [rows] int64, on the device of the pool.
+    """The tensors of multi-steps of up to `most_steps` over the rows `numbers` [rows] int64, on the device of the pool.
 
     Attributes:
         lengths: [rows] int64, tokens of each row so far.
@@ -37,7 +36,7 @@ class Stacks:
     [paged] is the order of the sub-pools that hold tokens.
     """
 
-    def __init__(self, pool: CachePool, numbers: Tensor, num_steps: int) -> None:
+    def __init__(self, pool: CachePool, numbers: Tensor, most_steps: int) -> None:
         self._tables = pool.tables
         self._stream = pool.guard.epochs.stream
         self._numbers = numbers
@@ -52,7 +51,7 @@ class Stacks:
             self.positions = made(num_rows, 1)
             self._reach = [made(num_rows) for _ in self.paged]
             self.taken = [made(1) for _ in self.paged]
-            most_pages = [num_rows * -(-num_steps // subpool.page_tokens) for subpool in self.paged]
+            most_pages = [num_rows * -(-most_steps // subpool.page_tokens) for subpool in self.paged]
             self.pages = [made(count, dtype=torch.int32) for count in most_pages]
             self.entries = [made(num_rows, 1) for _ in self.paged]
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torch_uma.arena import staged
 from torch_uma.errors import PlanError, SequenceError
 from torch_uma.integrations.view import View
 from torch_uma.ledger import Lease
@@ -202,12 +203,10 @@ def states_of(step: Step, layer: int, name: str, kernel: str, *, num_rows: int |
     if num_padded and takes.skips == "none" and not takes.writes_slot_zero:
         raise PlanError(f"{kernel} has no padding; give it {len(slots)} rows")
     padding = np.full(num_padded, 0 if is_zero_padding else -1)
-    chosen = torch.from_numpy(np.append(slots, padding)).to(takes.index_dtype)
-    device = step.pool.device
     step.state_touched = True
     return States(
         pool=view.over(step.pool.arena.bytes),
-        slots=(chosen.pin_memory() if device.type == "cuda" else chosen).to(device, non_blocking=True),
+        slots=staged(np.append(slots, padding), step.pool.device).to(takes.index_dtype),
     )
 
 
@@ -217,7 +216,7 @@ def clear_fresh(step: Step) -> None:
         return
     pool = step.pool
     pages = pool.arena.pages(pool.plan.subpools[pool.sequences.lifespans.states[0]])
-    pages.index_fill_(0, torch.from_numpy(step.slots()[step.fresh]).to(pages.device), 0)
+    pages.index_fill_(0, staged(step.slots()[step.fresh], pages.device), 0)
 
 
 def _holds_slot_zero(pool: CachePool) -> bool:
