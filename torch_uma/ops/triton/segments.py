@@ -150,7 +150,7 @@ def segments_of(
     scale_strides = (0, 0, 0)
     if scale is not None:
         scale = scale.broadcast_to(*entries.shape, math.prod(shape)).reshape(*batches, -1)
-        scale_strides = (*_strides(scale)[:2], scale.stride(2))
+        scale_strides = (*_outer_strides(scale), scale.stride(2))
     is_copied = scale is None and values.dtype == stored
     source, target = (values.dtype, stored) if writes else (stored, values.dtype)
     return Segments(
@@ -159,7 +159,7 @@ def segments_of(
         scale_strides=scale_strides,
         num_heads=num_heads,
         width=width,
-        strides=(*_strides(values)[:2], head_stride, number_stride),
+        strides=(*_outer_strides(values), head_stride, number_stride),
         first_bytes=first_bytes,
         entry_bytes=entry_bytes,
         stored=_carrier(stored, is_copied),
@@ -167,9 +167,10 @@ def segments_of(
     )
 
 
-def _strides(tensor: Tensor) -> tuple[int, ...]:
-    """Its strides; 0 where there is one of a kind, so that a kernel is not compiled anew for a stride of no meaning."""
-    return tuple(stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride()))
+def _outer_strides(tensor: Tensor) -> tuple[int, int]:
+    """Between batch rows, and between their entries; 0 where there is one, as a kernel is compiled for its strides."""
+    (num_batches, num_entries), (batch, entry) = tensor.shape[:2], tensor.stride()[:2]
+    return batch if num_batches > 1 else 0, entry if num_entries > 1 else 0
 
 
 def _carrier(dtype: torch.dtype, is_copied: bool) -> torch.dtype:
