@@ -669,6 +669,88 @@ def test_only_an_open_step_is_planned_for():
         adapter.pages_of(step, subpool)
 
 
+BAD_QUESTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "no heads": ({"num_heads": 0}, "num_heads of a question is at least 1"),
+    "half a head": ({"num_heads": 2.5}, "num_heads of a question is a whole number"),
+    "no token": ({"most_new_tokens": 0}, "most_new_tokens of a question is at least 1"),
+    "name of a dtype": ({"dtype": "bfloat16"}, "such as torch.bfloat16"),
+    "no scale": ({"scale": math.nan}, "scale of a question is a number"),
+    "text for a scale": ({"scale": "1"}, "scale of a question is a number"),
+    "negative cap": ({"softcap": -1.0}, "softcap of a question is a number of at least 0"),
+    "endless key scale": ({"k_scale": math.inf}, "k_scale of a question is a number"),
+    "no value scale": ({"v_scale": None}, "v_scale of a question is a number"),
+    "capability": ({"capability": 90}, r"\(9, 0\) for an H100"),
+    "halves of a capability": ({"capability": (9.0, 0)}, r"\(9, 0\) for an H100"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_QUESTIONS)
+def test_a_question_of_numbers_that_mean_nothing_is_refused(name):
+    changed, said = BAD_QUESTIONS[name]
+    plan = torch_uma.plan([memory(Full(), kv())], memory=1 << 20, page_size=16)
+    options = {"num_heads": 8, "dtype": torch.bfloat16, "scale": 0.1, "capability": HOPPER, **changed}
+    with pytest.raises(PlanError, match=said):
+        question_of(plan, 0, **options)
+
+
+@pytest.mark.parametrize(
+    ("layer", "said"), [(9, "no layer 9; the plan has 4"), (-1, "at least 0"), (0.5, "whole number"), ("q", "whole")]
+)
+def test_a_layer_that_is_not_there_is_refused(layer, said):
+    pool, sequences, question = decode_world()
+    step = pool.begin(sequences, 1)
+    for ask in (
+        lambda: plan_call(step, layer, question),
+        lambda: adapter.storage_of(pool.plan, layer),
+        lambda: serving(pool.plan, layer, num_heads=8, dtype=torch.bfloat16, capability=HOPPER),
+    ):
+        with pytest.raises(PlanError, match=said):
+            ask()
+    step.abort()
+
+
+def test_counts_and_queries_that_do_not_fit_are_refused():
+    pool, sequences, question = decode_world()
+    step = pool.begin(sequences, 1)
+    write(step, torch.Generator().manual_seed(0))
+    for wrong, said in ((2.5, "whole number"), (0, "at least 1"), (-3, "at least 1"), ("4", "whole number")):
+        for ask in (
+            lambda wrong=wrong: plan_call(step, 0, question, num_rows=wrong),
+            lambda wrong=wrong: adapter.pages_of(step, pool.plan.subpools[-1], num_rows=wrong),
+            lambda wrong=wrong: Runner(pool, library=stand_in()[0], num_rows=wrong),
+            lambda wrong=wrong: Runner(pool, library=stand_in()[0], workspace_bytes=wrong),
+            lambda wrong=wrong: adapter.Attention(pool, num_rows=wrong),
+            lambda wrong=wrong: plan_call(step, 0, question).pages.append(wrong),
+            lambda wrong=wrong: plan_call(step, 0, question).pages.block_tables(wrong),
+        ):
+            with pytest.raises(PlanError, match=said):
+                ask()
+    states = next(subpool for subpool in pool.plan.subpools if subpool.is_state)
+    with pytest.raises(PlanError, match="holds states"):
+        adapter.pages_of(step, states)
+    with pytest.raises(PlanError, match="which question_of makes"):
+        plan_call(step, 0, "decode")
+    for nothing in (None, 3, sequences):
+        with pytest.raises(SequenceError, match="open step"):
+            plan_call(nothing, 0, question)
+    runner = Runner(pool, library=stand_in()[0], workspace_bytes=64)
+    call = plan_call(step, 0, question)
+    runner.plan(call)
+    query = queries(question, 3, random.Random(0))
+    for other in (query[:2], query[:, :4], query[..., :32], query.float(), torch.cat([query, query])):
+        with pytest.raises(PlanError, match=r"torch.bfloat16 of shape \(3, 8, 64\)"):
+            runner.run(call, other)
+    with pytest.raises(PlanError, match="sinks are given where"):
+        runner.run(call, query, sinks=torch.zeros(8))
+    sink = plan_call(step, 0, replace(question, has_sinks=True))
+    runner.plan(sink)
+    with pytest.raises(PlanError, match="for each of 8 heads"):
+        runner.run(sink, query, sinks=torch.zeros(4))
+    given = runner.run(call, query.transpose(1, 2).contiguous().transpose(1, 2))
+    check_same(given, reference(step, 0, question, query))
+    step.abort()
+
+
 # FlashInfer itself
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torch_uma.counts import whole
 from torch_uma.errors import PlanError
 from torch_uma.integrations.flashinfer.calls import Call
 from torch_uma.integrations.flashinfer.forms import Question, choose
@@ -61,6 +62,8 @@ class Attention:
         num_rows: int | None = None,
         capability: tuple[int, int] | None = None,
     ) -> None:
+        if num_rows is not None:
+            num_rows = whole(num_rows, "num_rows of a graph", least=1, error=PlanError)
         self._pool = weakref.ref(pool)
         self._library = library
         self._num_rows = num_rows

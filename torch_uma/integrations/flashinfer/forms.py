@@ -6,11 +6,15 @@ that a refusal says why and what would help. Nothing here needs FlashInfer or a 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 import torch
 
+from torch_uma.counts import whole
 from torch_uma.errors import PlanError
 from torch_uma.integrations.flashinfer.storage import Geometry
 from torch_uma.layout import ALIGNMENT_BYTES, Chunk, Window
@@ -22,7 +26,7 @@ _WRAPS = 2**32
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """All that decides which form serves a layer in a step.
+    """All that decides which form serves a layer in a step. PlanError for numbers that mean nothing.
 
     Attributes:
         geometry: how keys and values lie.
@@ -50,12 +54,23 @@ class Question:
     capability: tuple[int, int] = (9, 0)
     has_finite_dead_rows: bool = False
 
+    def __post_init__(self) -> None:
+        whole(self.num_heads, "num_heads of a question", least=1, error=PlanError)
+        whole(self.most_new_tokens, "most_new_tokens of a question", least=1, error=PlanError)
+        if not isinstance(self.dtype, torch.dtype):
+            raise PlanError(f"the dtype of the queries is a torch.dtype, such as torch.bfloat16, not {self.dtype!r}")
+        for name, least in (("scale", -math.inf), ("softcap", 0.0), ("k_scale", -math.inf), ("v_scale", -math.inf)):
+            _check_number(getattr(self, name), name, least)
+        is_pair = isinstance(self.capability, tuple) and len(self.capability) == 2
+        if not is_pair or not all(isinstance(part, int) for part in self.capability):
+            raise PlanError(f"a capability is a pair, (9, 0) for an H100 or H200, not {self.capability!r}")
+
     @property
     def group(self) -> int:
         """Query heads that read one head of keys."""
         return self.num_heads // self.geometry.num_kv_heads
 
-    @property
+    @cached_property
     def shared(self) -> Question:
         """The question without what a plan does not depend on, so that it is equal for all layers of one plan."""
         return replace(self, most_new_tokens=1, k_scale=1.0, v_scale=1.0)
@@ -65,6 +80,12 @@ class Question:
         """Positions that a query sees before its own, as FlashInfer counts; -1 for all."""
         lifetime = self.geometry.lifetime
         return lifetime.num_tokens - 1 if isinstance(lifetime, Window) else -1
+
+
+def _check_number(value: Any, name: str, least: float) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or value < least:
+        raise PlanError(f"{name} of a question is a number{'' if least else ' of at least 0'}, not {value!r}")
 
 
 Rule = Callable[[Question], "str | None"]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_uma.counts import whole
 from torch_uma.errors import PlanError
 from torch_uma.integrations.flashinfer.calls import Call
 from torch_uma.integrations.flashinfer.forms import FUNCTIONS, Question
@@ -49,6 +50,9 @@ class Runner:
         num_rows: int | None = None,
         workspace_bytes: int = _WORKSPACE_BYTES,
     ) -> None:
+        if num_rows is not None:
+            num_rows = whole(num_rows, "num_rows of a graph", least=1, error=PlanError)
+        workspace_bytes = whole(workspace_bytes, "workspace_bytes of a runner", least=1, error=PlanError)
         self._pool = weakref.ref(pool)  # which holds whoever attends over it
         self.num_rows = num_rows
         self._library = load() if library is None else library
@@ -92,8 +96,7 @@ class Runner:
         written. `sinks` [Hq] as said in the question. Forms without a plan give no log-sum-exps. Does not wait, and can
         be captured; a replay reads what was planned last.
         """
-        if (sinks is not None) != call.question.has_sinks:
-            raise PlanError("sinks are given where the question says so, and nowhere else; ask with has_sinks")
+        query = _checked(call, query, sinks).contiguous()
         views = call.storage.tensors(self.pool.arena.bytes)
         if call.form in FUNCTIONS:
             tables = self._tables.get(call.question.geometry.subpool)
@@ -146,6 +149,23 @@ class Runner:
             return made
         known[1].update(made)  # a graph reads them where they are
         return known[1]
+
+
+def _checked(call: Call, query: Tensor, sinks: Tensor | None) -> Tensor:
+    """`query`. Kernels are told how many there are, and would read on behind fewer: PlanError for other than said."""
+    question, dims = call.question, call.question.geometry.dims
+    width = sum(dims) if question.geometry.is_latent else dims[0]
+    shape = (call.pages.num_tokens, question.num_heads, width)
+    if tuple(query.shape) != shape or query.dtype != question.dtype:
+        raise PlanError(
+            f"queries of this call are {question.dtype} of shape {shape}, padding included, not {query.dtype} of shape "
+            f"{tuple(query.shape)}"
+        )
+    if (sinks is not None) != question.has_sinks:
+        raise PlanError("sinks are given where the question says so, and nowhere else; ask with has_sinks")
+    if sinks is not None and tuple(sinks.shape) != (question.num_heads,):
+        raise PlanError(f"sinks are one number for each of {question.num_heads} heads, not of {tuple(sinks.shape)}")
+    return query
 
 
 class _Ring:
