@@ -100,14 +100,14 @@ def test_latents_are_read_as_keys_and_values(seed):
     step.abort()
 
 
-FP8_FORMS = ["decode_cuda_cores", "decode_tensor_cores", "prefill_fa2", "xqa_decode"]
+FP8_FORMS = ["decode_cuda_cores", "decode_tensor_cores", "prefill_fa2", "xqa_decode", "trtllm_decode"]
 
 
 @pytest.mark.parametrize(
     ("form", "dtype"),
     [
         *((form, torch.float8_e4m3fn) for form in FP8_FORMS),
-        *((form, torch.float8_e5m2) for form in FP8_FORMS if form != "xqa_decode"),  # which refuses it
+        *((form, torch.float8_e5m2) for form in FP8_FORMS[:3]),  # which the others refuse
     ],
 )
 def test_keys_of_fp8_have_the_scales_of_their_layer(form, dtype):
@@ -119,7 +119,8 @@ def test_keys_of_fp8_have_the_scales_of_their_layer(form, dtype):
     write(step, torch.Generator().manual_seed(1))
     library, log = stand_in()
     runner = Runner(pool, library=library, workspace_bytes=64)
-    options = {"num_heads": 4, "dtype": torch.bfloat16, "scale": 0.1, "capability": HOPPER}
+    capability = BLACKWELL if form.startswith("trtllm") else HOPPER
+    options = {"num_heads": 4, "dtype": torch.bfloat16, "scale": 0.1, "capability": capability}
     question = question_of(pool.plan, 0, k_scale=0.5, v_scale=1.5, **options)
     check_step(pool, step, 0, question, chance, form, runner)
     pages = plan_call(step, 0, question).pages
@@ -263,6 +264,53 @@ def test_tables_of_a_graph_stay_where_they_are():
     assert len({entry[1] for entry in log if entry[0] == "xqa_decode"}) == 1
 
 
+@pytest.mark.parametrize("most_new_tokens", [2, 5, 40])
+def test_drafts_are_seen_by_those_behind_them_alone(most_new_tokens):
+    """Unequally many of each row, in steps and in a graph, to which a step of another number of tokens is refused."""
+    chance = random.Random(most_new_tokens)
+    pool = make_pool(memory(Full(), kv()), page_size=16, memory=4 << 20)
+    sequences = pool.add_many([0, 0, 0])
+    run_steps(pool, sequences, [4, 90, 1], chance)
+    question = question_of(
+        pool.plan,
+        0,
+        num_heads=8,
+        dtype=torch.bfloat16,
+        scale=0.1,
+        capability=HOPPER,
+        most_new_tokens=most_new_tokens,
+        has_finite_dead_rows=True,
+    )
+    for num_rows in (None, 3):
+        runner = Runner(pool, library=stand_in()[0], num_rows=num_rows, workspace_bytes=64)
+        for counts in ([1, most_new_tokens, 1], [most_new_tokens, 1, 1]):
+            step = pool.begin(sequences, counts)
+            write(step, torch.Generator().manual_seed(0))
+            call = plan_call(step, 0, question, form="xqa_drafts", num_rows=num_rows)
+            query = queries(question, sum(counts), chance)
+            runner.plan(call)
+            check_same(runner.run(call, query), reference(step, 0, question, query))
+            step.abort()
+    step = pool.begin(sequences, 1)
+    with pytest.raises(PlanError, match=f"3 new tokens in a graph that was made for {most_new_tokens + 2}"):
+        runner.plan(plan_call(step, 0, question, form="xqa_drafts", num_rows=3))
+    step.abort()
+
+
+def test_what_keeps_counters_has_a_workspace_of_its_own():
+    pool, sequences, question = decode_world(page_size=16)
+    question = replace(question, capability=BLACKWELL)
+    runner = Runner(pool, library=stand_in()[0], workspace_bytes=64)
+    step = pool.begin(sequences, 1)
+    for form in ("decode_tensor_cores", "xqa_decode", "trtllm_decode"):
+        call = plan_call(step, 0, question, form=form)
+        runner.plan(call)
+        runner.run(call, queries(question, 3, random.Random(0)))
+    step.abort()
+    assert runner._workspaces.keys() == {"planned", "xqa", "trtllm"}
+    assert not any(runner._workspaces[name].any() for name in ("xqa", "trtllm"))
+
+
 def test_a_graph_refuses_what_it_was_not_made_for():
     pool, sequences, question = decode_world()
     question = replace(question, most_new_tokens=4)
@@ -381,12 +429,27 @@ REFUSALS = {
     "fp8 of 64": ("prefill_fa2", kv(dtype=E4M3), {}, "do not work"),
     "fp8 queries": ("prefill_fa2", kv(dim=128, dtype=E4M3), {"dtype": E4M3}, "queries are float16 or bfloat16"),
     "fa3 and fp8": ("prefill_fa3", kv(dim=128, dtype=E4M3), {}, "fp8 keys need fp8 queries"),
-    "trtllm and fp8": (
-        "trtllm_decode",
+    "trtllm context and fp8": (
+        "trtllm_context",
         kv(dim=128, dtype=E4M3),
         {"capability": BLACKWELL},
         "fp8 keys need fp8 queries",
     ),
+    "trtllm decode and e5m2": (
+        "trtllm_decode",
+        kv(dim=128, dtype=E5M2),
+        {"capability": BLACKWELL},
+        "float8_e4m3fn under queries of bfloat16",
+    ),
+    "trtllm decode, fp8 and halves": (
+        "trtllm_decode",
+        kv(dim=128, dtype=E4M3),
+        {"capability": BLACKWELL, "dtype": torch.float16},
+        "float8_e4m3fn under queries of bfloat16",
+    ),
+    "drafts of one": ("xqa_drafts", kv(), {}, "for one there is xqa_decode"),
+    "drafts of wide heads": ("xqa_drafts", kv(dim=512), {"most_new_tokens": 2}, "of at most 256"),
+    "many heads of xqa": ("xqa_decode", kv(1, 512), {"num_heads": 17}, "at most 16 query heads"),
     "xqa and e5m2": ("xqa_decode", kv(dim=128, dtype=E5M2), {}, "float8_e4m3fn"),
     "scales of bfloat16": ("prefill_fa2", kv(), {"v_scale": 2.0}, "scales are for keys and values of fp8"),
     "window of xqa": ("xqa_decode", kv(), {"lifetime": Window(9)}, "NaN"),
@@ -788,6 +851,7 @@ def test_the_arguments_are_those_that_flashinfer_has():
     for of, layer, options, forms in (
         (pool, 0, {}, ["decode_cuda_cores", "prefill_fa2", "xqa_decode"]),
         (pool, 0, {"has_sinks": True}, ["sink_fa2"]),
+        (pool, 0, {"most_new_tokens": 2, "has_finite_dead_rows": True}, ["xqa_drafts"]),
         (pool, 0, {"capability": BLACKWELL}, ["trtllm_decode", "trtllm_context"]),
         (latents, 0, {}, ["mla_fa2"]),
     ):

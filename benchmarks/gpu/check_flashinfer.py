@@ -75,6 +75,7 @@ CASES = (
     Case(form="xqa_decode"),
     Case(form="trtllm_decode"),
     Case(form="trtllm_context", num_new_tokens=MANY),
+    Case(form="xqa_drafts", num_new_tokens=(1, 4, 2)),
     Case(form="mla_fa3"),
     Case(form="decode_tensor_cores", dtype=E4M3),
     Case(form="sink_fa3", lifetime=Window(40), has_sinks=True),

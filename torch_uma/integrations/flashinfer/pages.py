@@ -77,6 +77,17 @@ class Pages:
         table[torch.arange(columns) < counts[:, None]] = self.indices
         return table
 
+    def draft_masks(self, most_new_tokens: int) -> Tensor:
+        """[T, words] uint16: for each new token a bit for each of its row's that it sees, of up to so many.
+
+        In words of 32 bits, the first token's the lowest, as XQA takes them, and each token sees itself.
+        """
+        counts = self.query_starts.diff().numpy().astype(np.int64)
+        place = spread(np.zeros_like(counts), counts)
+        seen = (place + 1)[:, None] - 32 * np.arange(-(-most_new_tokens // 32))
+        masks = (1 << seen.clip(0, 32)) - 1
+        return torch.from_numpy(masks.astype(np.uint32).view(np.uint16))
+
     def append(self, num_tokens: int | None = None) -> Append:
         """What FlashInfer's append functions take for the new tokens of all rows, `num_tokens` with padding.
 
