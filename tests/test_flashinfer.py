@@ -8,7 +8,9 @@ import inspect
 import math
 import os
 import random
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -591,6 +593,28 @@ def test_the_op_is_left_alone_where_flashinfer_does_not_serve():
     reference(step, 0, question, query)
     assert "no open step" in str(attention.declined) and not log
     pool.close()
+
+
+def test_nothing_is_planned_on_another_stream(monkeypatch):
+    """As where torch.compile warms up a graph, in whose memory nothing may stay."""
+    pool, sequences, question = decode_world()
+    library, log = stand_in()
+    attention = adapter.use(pool, library=library, capability=HOPPER, num_rows=3)
+    assert attention is not None
+    own, other = (SimpleNamespace(device=pool.device, number=number) for number in range(2))
+    monkeypatch.setattr(pool.guard.epochs, "stream", own)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(pool.guard.epochs, "record", lambda epoch: None)
+    query = queries(question, 3, random.Random(0))
+    step = pool.begin(sequences, 1)
+    write(step, torch.Generator().manual_seed(0))
+    for current, is_served in ((other, False), (own, True), (other, True)):
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device, current=current: current)
+        log.clear()
+        attention.declined.clear()
+        reference(step, 0, question, query)
+        assert bool(log) == is_served and ("not the arena's" in str(attention.declined)) != is_served
+    step.commit()
 
 
 def test_latents_are_answered_with_the_query_that_absorbs_their_projection():
