@@ -46,7 +46,7 @@ class Rows:
     def tensor(self) -> Tensor:
         """[rows] int64 on the pool's device."""
         if self._tensor is None:
-            with torch.inference_mode(False):  # it is kept for steps in any mode
+            with self._pool.guard.epochs.on_stream(), torch.inference_mode(False):  # it is kept for steps in any mode
                 self._tensor = keep_address(staged(self.numbers, self._pool.device))
         return self._tensor
 

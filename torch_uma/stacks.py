@@ -6,7 +6,6 @@ runs inside of a graph, takes one token for each row. Nothing here is read back.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -38,7 +37,7 @@ class Stacks:
 
     def __init__(self, pool: CachePool, numbers: Tensor, most_steps: int) -> None:
         self._tables = pool.tables
-        self._stream = pool.guard.epochs.stream
+        self._epochs = pool.guard.epochs
         self._numbers = numbers
         self.paged = [subpool for subpool in pool.plan.subpools if not subpool.is_state]
         num_rows = len(numbers)
@@ -46,7 +45,7 @@ class Stacks:
         def made(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return keep_address(torch.zeros(shape, dtype=dtype, device=pool.device))
 
-        with torch.inference_mode(False):  # they are kept for multi-steps in any mode
+        with self._epochs.on_stream(), torch.inference_mode(False):  # they are kept for multi-steps in any mode
             self.lengths, self.limits, self.rows = made(num_rows), made(num_rows), made(num_rows)
             self.positions = made(num_rows, 1)
             self._reach = [made(num_rows) for _ in self.paged]
@@ -60,7 +59,7 @@ class Stacks:
         targets: list[tuple[Tensor, IdArray]] = [(self.lengths, supply.past), (self.limits, supply.past + num_steps)]
         for subpool, reach, pages in zip(self.paged, self._reach, self.pages):
             targets += [(reach, supply.reach[subpool.index]), (pages, supply.stacks[subpool.index])]
-        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+        with self._epochs.on_stream():
             loaded = staged(np.concatenate([values for _, values in targets]), self.lengths.device)
             parts = loaded.split([len(values) for _, values in targets])
             for (target, _), part in zip(targets, parts, strict=True):
@@ -70,7 +69,7 @@ class Stacks:
 
     def unload(self) -> None:
         """Let no row take any more, so that a graph that is replayed once too often takes nothing. Does not wait."""
-        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+        with self._epochs.on_stream():
             self.limits.copy_(self.lengths)
 
     def advance(self) -> None:

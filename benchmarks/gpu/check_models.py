@@ -10,6 +10,7 @@ from typing import Any
 import tiny_models
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import torch_uma
@@ -88,12 +89,22 @@ def _generate(device: Device, name: str) -> None:
     expected = _expected(device, name, prompt, num_tokens)
     model = build(device, name, "torch_uma")
     for is_compiled in (False, True):
-        torch.compiler.reset()
+        _start_compiling()
         cache = UnifiedCache(model, memory="8MiB")
         torch_uma.testing.poison(cache.pool)
         options: dict[str, Any] = {"max_new_tokens": num_tokens, "do_sample": False, "cache": cache}
         tokens = model.generate(**prompt, **options, disable_compile=not is_compiled)
         _assert_same(device, name, tokens, expected, prompt)
+        _assert_graphs()
+
+
+def _start_compiling() -> None:
+    torch.compiler.reset()
+    counters.clear()
+
+
+def _assert_graphs() -> None:
+    assert not counters["inductor"]["cudagraph_skips"], "a compiled forward ran without a CUDA graph"
 
 
 def _assert_same(device: Device, name: str, tokens: Tensor, expected: Tensor, prompt: dict[str, Tensor]) -> None:
@@ -129,7 +140,7 @@ def _steps(device: Device, name: str) -> None:
     """`pool.step` under torch.compile with CUDA graphs."""
 
     def decode(model: Any, pool: CachePool, batch: Any, tokens: Tensor, num_tokens: int) -> Tensor:
-        torch.compiler.reset()
+        _start_compiling()
         how: dict[str, Any] = {"backend": "eager"} if device.is_dry else {"mode": "reduce-overhead"}
         forward: Any = torch.compile(model, fullgraph=True, dynamic=False, **how)
         new = [tokens]
@@ -140,6 +151,7 @@ def _steps(device: Device, name: str) -> None:
             new.append(logits[:, -1:].argmax(-1))
             if step % 5 == 0:
                 torch_uma.testing.scramble(pool, step)
+        _assert_graphs()
         return torch.cat(new[1:], dim=1)
 
     _decode_loop(device, name, decode, device.size(40, 6))
