@@ -110,6 +110,7 @@ class _Prefill:
             options = dict(zip(names, buffers), use_cuda_graph=True)
         self._most_tokens = math.inf
         self._is_in_graph = graph is not None
+        self._device = workspace.device
         self._wrapper = self._make(library, call, workspace, dict(options, backend=call.form[-3:]))
 
     def _make(self, library: Library, call: Call, workspace: Tensor, options: dict[str, Any]) -> Any:
@@ -123,12 +124,16 @@ class _Prefill:
                 f"{num_tokens} new tokens in a graph whose schedule was laid out for {self._most_tokens}; capture "
                 "another one, or plan for the most tokens first"
             )
-        if self._is_in_graph and self._most_tokens == math.inf:
-            self._most_tokens = num_tokens
+        indices = pages.indices
+        if self._is_in_graph:
+            # Into the buffer of a graph it copies host memory by a copy that waits.
+            indices = staged(indices.numpy(), self._device)
+            if self._most_tokens == math.inf:
+                self._most_tokens = num_tokens
         self._wrapper.plan(
             qo_indptr=pages.query_starts,
             paged_kv_indptr=pages.indptr,
-            paged_kv_indices=pages.indices,
+            paged_kv_indices=indices,
             paged_kv_last_page_len=pages.last_page_len,
             num_qo_heads=question.num_heads,
             num_kv_heads=question.geometry.num_kv_heads,
