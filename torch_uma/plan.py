@@ -138,7 +138,13 @@ class Plan:
         return fitting
 
     def where(self, layer: int) -> list[tuple[SubPool, PlacedRow]]:
-        """The sub-pool and place of every row that `layer` uses, its own or those of the layer that it shares."""
+        """The sub-pool and place of every row that `layer` uses, its own or those of the layer that it shares.
+
+        PlanError for a layer that the plan does not have.
+        """
+        layer = whole(layer, "a layer", least=0, error=PlanError)
+        if layer >= len(self.layers):
+            raise PlanError(f"there is no layer {layer}; the plan has {len(self.layers)}, counted from 0")
         shares = self.layers[layer].shares
         if shares is not None:
             return self.where(shares)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from torch_uma.arena import staged
 from torch_uma.errors import SequenceError
 from torch_uma.integrations.transformers.fixed import fixed_tokens
 from torch_uma.integrations.transformers.packing import Packing
@@ -22,7 +23,7 @@ from torch_uma.ops.reads import Reads, plan_reads
 from torch_uma.ops.reference import on_host
 from torch_uma.plan import SubPool
 from torch_uma.runs import Run
-from torch_uma.tables import Int64Array, staged
+from torch_uma.tables import Int64Array
 
 if TYPE_CHECKING:
     from torch_uma.pool import CachePool

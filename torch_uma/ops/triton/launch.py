@@ -17,6 +17,10 @@ from torch import Tensor
 # Programs for each multiprocessor, at most: with 4 or 8 warps each they hide the latency of memory, and they loop.
 _PROGRAMS_PER_MULTIPROCESSOR = 8
 
+# Registers of a thread, at most. None of the kernels needs as many: an assembler that is told no limit sets one of its
+# own, so that more programs fit, and some of them, CUDA 13's for sm_100, rather spill than pass it.
+_MOST_REGISTERS = 128
+
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
@@ -53,7 +57,8 @@ class Launch:
     def options(self) -> dict[str, Any]:
         """What the kernel takes by name. As in torch, products are rounded before a sum, and assertions are made."""
         as_torch = {"enable_fp_fusion": False, "debug": True, "sanitize_overflow": False}
-        return {**self.constants, **as_torch, "num_warps": self.num_warps}
+        limits = {} if torch.version.hip else {"maxnreg": _MOST_REGISTERS}  # which AMD's compiler does not know
+        return {**self.constants, **as_torch, **limits, "num_warps": self.num_warps}
 
     def run(self, tensor: Tensor) -> None:
         """Run on the device of `tensor` and its current stream; does not wait for it."""

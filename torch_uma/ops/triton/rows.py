@@ -30,8 +30,9 @@ def row_offsets(tile, num_entries, entries_per_batch, entries, row, VECTORS: tl.
     num_parts = tl.cdiv(width, BLOCK[1])
     segment = tile // num_parts * BLOCK[0] + tl.arange(0, BLOCK[0])
     number = (tile % num_parts * BLOCK[1] + tl.arange(0, BLOCK[1]))[None, :]
-    exists = (segment < num_entries * num_heads)[:, None] & (number < width)
-    index = tl.minimum(segment // num_heads, num_entries - 1)  # so that there is an entry, and a scale
+    index = segment // num_heads
+    exists = (index < num_entries)[:, None] & (number < width)
+    index = tl.minimum(index, num_entries - 1)  # so that there is an entry, and a scale
     head = segment % num_heads
     batch = index // entries_per_batch
     inside = index % entries_per_batch
