@@ -140,9 +140,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "cwm": {**_TOKENS, "layer_types": SLIDING_AND_FULL},
     "data2vec-text": _DECODER,
     "dbrx": {
-        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0},
+        "d_model": 48,
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 24, "moe_top_k": 2},
     },
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
     "dory": {"n_input_layers": 1, "n_output_layers": 1, "layer_types": SLIDING_AND_FULL},
     "dots3_note_text": {
         "layer_types": ["indexed_attention", "sliding_attention", "indexed_attention", "sliding_attention"],
@@ -159,7 +161,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "electra": {**_DECODER, "embedding_size": 16},
     "emu3_text_model": _TOKENS,
     "ernie": _DECODER,
-    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [24, 24]},
+    "ernie4_5_vl_moe_text": {**_mrope(3, 3, 2), "moe_intermediate_size": [24, 24]},
     "falcon_h1": {"mamba_d_ssm": 96},
     "gemma3_text": {"layer_types": SLIDING_AND_FULL},
     "gemma3n_text": {
@@ -192,6 +194,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "inkling_text": {"sliding_window_size": WINDOW},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4},
     "kimi_linear": {"layer_types": _MIXED},
+    "kyutai_speech_to_text": {"codebook_vocab_size": 9, "num_codebooks": 2, "audio_pad_token_id": PAD},
     "lara_mini": {"layer_types": ["linear_attention", *SLIDING_AND_FULL[1:]]},
     "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
@@ -223,7 +226,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen4_exp_text": {
         "indexer_n_heads": 32,
         "indexer_kv_heads": 1,
-        "indexer_head_dim": 16,
+        "indexer_head_dim": 24,
         "indexer_budget": 4,
         "indexer_compress_ratio": 2,
         "hc_lowrank": 8,
@@ -273,6 +276,19 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_vl_text": _mrope(4, 2, 2),
 }
 
+# What configs around a text decoder have beside what TOWER says: whole ones, and towers.
+OTHERS: dict[str, dict[str, Any]] = {
+    "chameleon_vqgan": {"base_channels": 32, "channel_multiplier": [1], "num_res_blocks": 1},
+    "clip_vision_model": {"hidden_size": 64},
+    "emu3_vqgan": {"base_channels": 32, "channel_multiplier": [1, 1, 1, 1], "num_res_blocks": 1},
+    "emu3": {"pad_token_id": PAD, "vocab_size": VOCABULARY, "vocabulary_map": {"<image>": VOCABULARY - 1}},
+    "granite4_vision": {"deepstack_layer_map": [[0, 0]], "spatial_target_layers": [1], "downsample_rate": "1/2"},
+    "molmo2_adapter": {"vision_feature_layer": [0]},
+    "muse_spark_audio": {"num_hidden_layers": 1, "patch_sizes": [4], "hidden_sizes": [16], "depths": [1]},
+    "qwen2_5_omni_thinker": {"vision_start_token_id": VOCABULARY},
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": VOCABULARY},
+}
+
 _MAPPINGS = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM")
 
 
@@ -314,32 +330,26 @@ def config_of(name: str) -> PreTrainedConfig:
     model_type = decoders()[decoder][0]
     whole = CONFIG_MAPPING[model_type]()
     text = whole.get_text_config(decoder=True)
-    options = _shrunk(text, SIZES | (LATENT if "kv_lora_rank" in text.to_dict() else {}), MODELS.get(name, {}))
-    if text is whole:
-        return AutoConfig.for_model(model_type, **options)
-    parts: dict[str, Any] = {}
-    for part in whole.sub_configs:
-        config = getattr(whole, part, None)
-        if config is text:
-            parts[part] = {"model_type": decoder, **options}
-        elif config is not None:
-            parts[part] = {"model_type": config.model_type, **_shrunk(config, TOWER, TOWERS.get(config.model_type, {}))}
-    return AutoConfig.for_model(model_type, **(parts | WHOLES.get(model_type, {})))
+    return AutoConfig.for_model(model_type, **_tiny(whole, text, MODELS.get(name, {})))
 
 
-# What configs around a text decoder have beside: those of towers, and whole ones.
-TOWERS: dict[str, dict[str, Any]] = {
-    "ernie4_5_vl_moe_vision": {"hidden_size": 64},
-}
-WHOLES: dict[str, dict[str, Any]] = {
-    "emu3": {"pad_token_id": PAD, "vocabulary_map": {"<image>": VOCABULARY - 1}},
-    "qwen2_5_omni_thinker": {"vision_start_token_id": VOCABULARY},
-    "qwen3_omni_moe_thinker": {"vision_start_token_id": VOCABULARY},
-}
+def _tiny(config: PreTrainedConfig, text: PreTrainedConfig, options: dict[str, Any]) -> dict[str, Any]:
+    """What to make `config` of, whose text decoder `text` gets `options`."""
+    sizes = SIZES | LATENT if "kv_lora_rank" in config.to_dict() else SIZES
+    if config is not text:
+        sizes, options_here = TOWER, OTHERS.get(config.model_type, {})
+    else:
+        options_here = options
+    parts = {}
+    for part in config.sub_configs:
+        inner = getattr(config, part, None)
+        if isinstance(inner, PreTrainedConfig):
+            parts[part] = {"model_type": inner.model_type, **_tiny(inner, text, options)}
+    return parts | _sizes(config, sizes) | options_here
 
 
-def _shrunk(config: PreTrainedConfig, sizes: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """`options`, and of `sizes` those that this config has; but no window where it has none."""
+def _sizes(config: PreTrainedConfig, sizes: dict[str, Any]) -> dict[str, Any]:
+    """Of `sizes` those that this config has; but no window where it has none."""
     fields = {**config.to_dict(), **config.attribute_map}
     used = {}
     for name, size in sizes.items():
@@ -347,17 +357,16 @@ def _shrunk(config: PreTrainedConfig, sizes: dict[str, Any], options: dict[str, 
         is_fixed = isinstance(attribute, property) and attribute.fset is None
         if name in fields and not is_fixed and not (name == "sliding_window" and fields[name] is None):
             used[name] = size
-    return used | options
+    return used
 
 
 def build(name: str, *, attention: str = "eager") -> PreTrainedModel:
     """The model `name` in fp32 with the same weights at every call, ready to generate."""
     config = config_of(name)
-    classes = next(
-        known
-        for mapping in _MAPPINGS
-        if type(config) in (known := getattr(modeling_auto, f"MODEL_FOR_{mapping}_MAPPING"))
-    )
+    is_text = config.get_text_config(decoder=True) is config
+    known = [getattr(modeling_auto, f"MODEL_FOR_{mapping}_MAPPING") for mapping in _MAPPINGS]
+    # A wrapper can be registered there with a model of its text config.
+    classes = next(mapping for mapping in (known if is_text else known[::-1]) if type(config) in mapping)
     with torch.random.fork_rng():
         torch.manual_seed(sum(name.encode()))
         model: PreTrainedModel = classes[type(config)]._from_config(config, attn_implementation=attention)
