@@ -27,6 +27,7 @@ from torch_uma.integrations.transformers.keep import (
 )
 from torch_uma.integrations.transformers.places import StepPlaces
 from torch_uma.integrations.transformers.reading import Reading, leave
+from torch_uma.integrations.transformers.recording import is_recurrent
 from torch_uma.integrations.transformers.steps import OwnSteps, Part
 from torch_uma.integrations.transformers.stores import check_served
 from torch_uma.integrations.transformers.versions import DummyLayer
@@ -48,11 +49,12 @@ class ArenaLayer:
 class AttentionLayer(ArenaLayer, CacheLayerMixin):
     """Keys and values of one layer, needed for ever or in a window."""
 
+    is_croppable = True
+
     def __init__(self, layer: int, lifetime: Lifetime, steps: Steps) -> None:
         self.keys = self.values = None  # part of the interface; the arena holds them
         self.path = "none"
         self.is_sliding = not isinstance(lifetime, Full)
-        self.is_croppable = not self.is_sliding
         if isinstance(lifetime, Window | Chunk):
             self.sliding_window = lifetime.num_tokens
         self._layer = layer
@@ -172,14 +174,17 @@ class LiveStates:
 
 
 class StateLayer(ArenaLayer, LinearAttentionCacheLayerMixin):
-    """Convolution and recurrent states of one layer."""
+    """Convolution and recurrent states of one layer.
+
+    `is_croppable`: they are the last inputs of convolutions and nothing else, so that recorded inputs give older ones.
+    """
 
     is_croppable = False
     is_compileable = False
 
-    def __init__(self, layer: int, number_of_states: int, steps: Steps) -> None:
+    def __init__(self, layer: int, number_of_states: int, is_croppable: bool, steps: Steps) -> None:
         self.number_of_states = number_of_states
-        self.record_past = False
+        self.is_croppable = is_croppable
         self.path = "none"
         self._layer = layer
         self._steps = steps
@@ -194,12 +199,19 @@ class StateLayer(ArenaLayer, LinearAttentionCacheLayerMixin):
         """The live recurrent states by index."""
         return LiveStates(self, "recurrent")
 
-    def activate_past_recording(self) -> None:
-        """SequenceError: a state of the past is not kept."""
-        raise SequenceError(
-            "past states are not recorded, so this cache cannot take back tokens of a recurrent layer; "
-            "generate without speculation, or fork the cache with copy.deepcopy before"
-        )
+    @property
+    def record_past(self) -> bool:
+        """Whether the inputs of convolutions are recorded, so that mixers have to hand them over; set False to stop."""
+        return self.is_croppable and self._steps.is_recording
+
+    @record_past.setter
+    def record_past(self, is_recording: bool) -> None:
+        assert isinstance(self._steps, OwnSteps)
+        rows = self._steps.at_rest()
+        if is_recording:
+            rows.record(None)
+        else:
+            rows.stop_recording()
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: the arena has the states."""
@@ -223,9 +235,15 @@ class StateLayer(ArenaLayer, LinearAttentionCacheLayerMixin):
     def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
         """Keeps the last of [batch, channels, tokens]; returns the old state and all of these, padded on the left."""
         places, state = self._write(conv_states, "conv", state_idx)
-        missing = state.shape[-1] - conv_states.shape[-1]
+        width = state.shape[-1]
+        missing = width - conv_states.shape[-1]
+        if self.record_past or not places.fresh:
+            inputs = torch.cat([state.to(conv_states.dtype), conv_states], dim=-1)
+        if self.record_past:
+            assert isinstance(self._steps, OwnSteps)
+            self._steps.note_inputs(self._layer, _row_name("conv", state_idx), inputs, width)
         if not places.fresh:
-            conv_states = torch.cat([state.to(conv_states.dtype), conv_states], dim=-1)
+            conv_states = inputs
         elif missing > 0:
             conv_states = torch.nn.functional.pad(conv_states, (missing, 0))
         state.copy_(conv_states[..., -state.shape[-1] :])
@@ -258,13 +276,11 @@ class StateLayer(ArenaLayer, LinearAttentionCacheLayerMixin):
 class HybridLayer(StateLayer, AttentionLayer):
     """A layer that has both states, and keys and values."""
 
-    is_croppable = False
     is_compileable = False
 
-    def __init__(self, layer: int, number_of_states: int, lifetime: Lifetime, steps: Steps) -> None:
+    def __init__(self, layer: int, number_of_states: int, is_croppable: bool, lifetime: Lifetime, steps: Steps) -> None:
         AttentionLayer.__init__(self, layer, lifetime, steps)
-        StateLayer.__init__(self, layer, number_of_states, steps)
-        self.is_croppable = False
+        StateLayer.__init__(self, layer, number_of_states, is_croppable, steps)
 
     def get_max_length(self) -> int:
         """As for keys and values alone."""
@@ -290,9 +306,9 @@ def make_layers(layers: Iterable[Layer], steps: Steps) -> list[CacheLayer]:
                 check_served(index, memory)
                 lifetime = memory.lifetime
         if number_of_states and lifetime is not None:
-            made.append(HybridLayer(index, number_of_states, lifetime, steps))
+            made.append(HybridLayer(index, number_of_states, not is_recurrent([layer]), lifetime, steps))
         elif number_of_states:
-            made.append(StateLayer(index, number_of_states, steps))
+            made.append(StateLayer(index, number_of_states, not is_recurrent([layer]), steps))
         elif lifetime is not None:
             made.append(AttentionLayer(index, lifetime, steps))
         else:
