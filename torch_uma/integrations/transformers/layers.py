@@ -182,9 +182,8 @@ class StateLayer(ArenaLayer, LinearAttentionCacheLayerMixin):
     is_croppable = False
     is_compileable = False
 
-    def __init__(self, layer: int, number_of_states: int, is_croppable: bool, steps: Steps) -> None:
+    def __init__(self, layer: int, number_of_states: int, steps: Steps) -> None:
         self.number_of_states = number_of_states
-        self.is_croppable = is_croppable
         self.path = "none"
         self._layer = layer
         self._steps = steps
@@ -276,11 +275,12 @@ class StateLayer(ArenaLayer, LinearAttentionCacheLayerMixin):
 class HybridLayer(StateLayer, AttentionLayer):
     """A layer that has both states, and keys and values."""
 
+    is_croppable = False
     is_compileable = False
 
-    def __init__(self, layer: int, number_of_states: int, is_croppable: bool, lifetime: Lifetime, steps: Steps) -> None:
+    def __init__(self, layer: int, number_of_states: int, lifetime: Lifetime, steps: Steps) -> None:
         AttentionLayer.__init__(self, layer, lifetime, steps)
-        StateLayer.__init__(self, layer, number_of_states, is_croppable, steps)
+        StateLayer.__init__(self, layer, number_of_states, steps)
 
     def get_max_length(self) -> int:
         """As for keys and values alone."""
@@ -306,13 +306,15 @@ def make_layers(layers: Iterable[Layer], steps: Steps) -> list[CacheLayer]:
                 check_served(index, memory)
                 lifetime = memory.lifetime
         if number_of_states and lifetime is not None:
-            made.append(HybridLayer(index, number_of_states, not is_recurrent([layer]), lifetime, steps))
+            made.append(HybridLayer(index, number_of_states, lifetime, steps))
         elif number_of_states:
-            made.append(StateLayer(index, number_of_states, not is_recurrent([layer]), steps))
+            made.append(StateLayer(index, number_of_states, steps))
         elif lifetime is not None:
             made.append(AttentionLayer(index, lifetime, steps))
         else:
             made.append(DummyLayer())
+        if number_of_states:
+            made[-1].is_croppable = not is_recurrent([layer])
     return made
 
 

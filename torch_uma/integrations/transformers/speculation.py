@@ -50,6 +50,12 @@ def speculate(
             f"speculation is for one sequence, and this batch has {input_ids.shape[0]}; call generate() for each, or "
             "without custom_generate"
         )
+    restarted_by = next((layer.restarted_by for layer in cache._declared if layer.restarted_by), None)
+    if restarted_by is not None:
+        raise PlanError(
+            f"{restarted_by} starts its recurrent states anew in a forward of several tokens, so it cannot look at "
+            "candidates; generate without custom_generate"
+        )
     if generation_config.output_attentions or generation_config.output_hidden_states:
         raise PlanError("speculation returns no attentions and no hidden states; generate without custom_generate")
     if prompt_lookup_num_tokens is None:
@@ -70,8 +76,10 @@ def speculate(
         )
     else:
         _check_assistant(model, assistant, assistant_cache)
+        # It is first asked behind the token that the prompt gives.
+        kwargs = model._update_model_kwargs_for_generation({}, dict(model_kwargs))
         generator = AssistedCandidateGenerator(
-            input_ids, assistant, generation_config, model_kwargs, logits_processor=logits_processor
+            input_ids, assistant, generation_config, kwargs, logits_processor=logits_processor
         )
         if assistant_cache is not None:
             assistant_cache.reset()
