@@ -32,7 +32,7 @@ from torch_uma.integrations.transformers.sizing import plan_for
 from torch_uma.integrations.transformers.steps import OwnSteps
 from torch_uma.integrations.transformers.stores import INDEX_KEY
 from torch_uma.integrations.transformers.taking import TakingPlaces, TakingSteps
-from torch_uma.integrations.transformers.versions import asks_to_compile
+from torch_uma.integrations.transformers.versions import asks_to_compile, asks_to_sample
 from torch_uma.layout import Chunk, Layer, State, Window
 
 if TYPE_CHECKING:
@@ -98,13 +98,16 @@ class UnifiedCache(Cache):
         def is_in_place() -> bool:
             return not has_attention or is_used(config)
 
-        def make_pool(num_rows: int, tensor_device: torch.device, max_tokens: int | None, is_roomy: bool) -> CachePool:
+        def make_pool(
+            num_rows: int, tensor_device: torch.device, max_tokens: int | None, is_roomy: bool, past_tokens: int
+        ) -> CachePool:
             on = tensor_device if device is None else torch.device(device)
             options: dict[str, Any] = {"max_sequences": max_sequences or max(256, 4 * num_rows), "device": on}
             if memory is None and max_tokens is not None:
                 made_roomy = is_roomy or not is_in_place()  # the same room as that in which windows slide
                 entries = _SIZED_PAGE_ENTRIES if page_size is None else page_size
-                made = CachePool(plan_for(layers, num_rows, max_tokens, made_roomy, entries, on), **options)
+                sized = plan_for(layers, num_rows, max_tokens, made_roomy, entries, on, past_tokens)
+                made = CachePool(sized, **options)
             else:
                 entries = _PAGE_ENTRIES if page_size is None else page_size
                 made = CachePool(layers, memory=memory, page_size=entries, **options)
@@ -112,7 +115,7 @@ class UnifiedCache(Cache):
             return made
 
         if pool is None and memory is not None:
-            pool = make_pool(1, torch.get_default_device(), max_tokens, False)
+            pool = make_pool(1, torch.get_default_device(), max_tokens, False, 0)
         rows = CacheRows(make_pool, pool=pool, max_tokens=max_tokens)
         self._steps: OwnSteps | GivenStep = OwnSteps(rows, parts_of(layers), is_in_place)
         self._bind(layers)
@@ -204,13 +207,18 @@ class UnifiedCache(Cache):
 
         `generate()` asks this before every forward. A model without attention says nothing else of one that is
         compiled, so the step of its next token begins with the question. On a CPU, where transformers does not compile
-        unasked, the answer is always yes: stock attention then gets a mask for one token, with which "sdpa" does not
-        read strided keys once for every head. OutOfMemory.
+        unasked, the answer is yes: stock attention then gets a mask for one token, with which "sdpa" does not read
+        strided keys once for every head. While the past is recorded it is no: what a forward records is not traced. The
+        recording of an assisted `generate()` ends with the question of one that is not. OutOfMemory.
         """
         steps = self._steps
         if self._is_eager or (self._chooses and steps.in_place):  # which reads no index keys of a fixed size
             return False
         if isinstance(steps, OwnSteps) and not torch.compiler.is_compiling():
+            if steps.is_recording and asks_to_sample():
+                self.deactivate_past_recording()
+            if steps.is_recording:
+                return False
             if steps.in_place and all(self.is_linear):
                 steps.announce(1)
             is_compiled = asks_to_compile()
@@ -304,14 +312,31 @@ class UnifiedCache(Cache):
         self._own().reset()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """`crop(-n)` removes the last n tokens of every row; SequenceError for states, left windows and too many."""
+        """`crop(-n)` removes the last n tokens of every row; what was recorded of their past goes, also with crop(0).
+
+        SequenceError for too many, and for tokens behind which a window or a state has gone on with nothing recorded.
+        """
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes the negative number of tokens to remove, not {tokens_to_remove}")
         rows = self._own().at_rest()
         if -tokens_to_remove > rows.length:
             raise SequenceError(f"cannot remove {-tokens_to_remove} of {rows.length} tokens")
-        if tokens_to_remove:
-            rows.crop(rows.length + tokens_to_remove)
+        rows.crop(rows.length + tokens_to_remove)
+
+    def activate_past_recording(self, num_tokens: int | None = None) -> None:
+        """From the next forward on, keeps what `crop` needs to take tokens back: all since the last crop.
+
+        Of a single forward only the last `num_tokens`, if that is given. Windows keep their pages, a convolution its
+        inputs. Of recurrent states there is one checkpoint, where these tokens begin: `crop` goes back to it, not
+        behind it, and what is to stay is run again.
+        """
+        if num_tokens is not None:
+            num_tokens = whole(num_tokens, "num_tokens of a recording", least=1, error=SequenceError)
+        self._own().at_rest().record(num_tokens)
+
+    def deactivate_past_recording(self) -> None:
+        """Lets go of what was recorded of the past, and records nothing from now on."""
+        self._own().at_rest().stop_recording()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row b becomes what row `beam_idx[b]` was; pages are shared, not copied. Synchronises with the device."""

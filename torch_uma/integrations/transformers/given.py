@@ -32,6 +32,8 @@ def in_forward() -> bool:
 class GivenStep:
     """The one step that `pool.step` opened and will close; every call of a layer belongs to it, and to one forward."""
 
+    is_recording = False
+
     def __init__(self, places: StepPlaces, pool: CachePool) -> None:
         self.places = places
         self.pool = pool

@@ -30,6 +30,7 @@ from torch_uma.integrations.transformers.keep import (
 )
 from torch_uma.integrations.transformers.places import StepPlaces
 from torch_uma.integrations.transformers.reading import Reading, leave
+from torch_uma.integrations.transformers.recording import is_recurrent
 from torch_uma.integrations.transformers.steps import OwnSteps, Part
 from torch_uma.integrations.transformers.stores import INDEX_KEY, check_served, parts_of_memory
 from torch_uma.integrations.transformers.versions import DummyLayer
@@ -52,11 +53,11 @@ class AttentionLayer(ArenaLayer, CacheLayerMixin):
     """Keys and values of one layer, needed for ever or in a window."""
 
     keys = values = None  # part of the interface; the arena holds them
+    is_croppable = True
 
     def __init__(self, layer: int, lifetime: Lifetime, steps: Steps) -> None:
         self.path = "none"
         self.is_sliding = not isinstance(lifetime, Full)
-        self.is_croppable = not self.is_sliding
         if isinstance(lifetime, Window | Chunk):
             self.sliding_window = lifetime.num_tokens
         self._layer = layer
@@ -197,14 +198,16 @@ class LiveStates:
 
 
 class StateLayer(ArenaLayer, LinearAttentionCacheLayerMixin):
-    """Convolution and recurrent states of one layer."""
+    """Convolution and recurrent states of one layer.
+
+    `is_croppable`: they are the last inputs of convolutions and nothing else, so that recorded inputs give older ones.
+    """
 
     is_croppable = False
     is_compileable = False
 
     def __init__(self, layer: int, number_of_states: int, steps: Steps) -> None:
         self.number_of_states = number_of_states
-        self.record_past = False
         self.path = "none"
         self._layer = layer
         self._steps = steps
@@ -219,12 +222,19 @@ class StateLayer(ArenaLayer, LinearAttentionCacheLayerMixin):
         """The live recurrent states by index."""
         return LiveStates(self, "recurrent")
 
-    def activate_past_recording(self) -> None:
-        """SequenceError: a state of the past is not kept."""
-        raise SequenceError(
-            "past states are not recorded, so this cache cannot take back tokens of a recurrent layer; "
-            "generate without speculation, or fork the cache with copy.deepcopy before"
-        )
+    @property
+    def record_past(self) -> bool:
+        """Whether the inputs of convolutions are recorded, so that mixers have to hand them over; set False to stop."""
+        return self.is_croppable and self._steps.is_recording
+
+    @record_past.setter
+    def record_past(self, is_recording: bool) -> None:
+        assert isinstance(self._steps, OwnSteps)
+        rows = self._steps.at_rest()
+        if is_recording:
+            rows.record(None)
+        else:
+            rows.stop_recording()
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: the arena has the states."""
@@ -248,9 +258,15 @@ class StateLayer(ArenaLayer, LinearAttentionCacheLayerMixin):
     def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
         """Keeps the last of [batch, channels, tokens]; returns the old state and all of these, padded on the left."""
         places, state = self._write(conv_states, "conv", state_idx)
-        missing = state.shape[-1] - conv_states.shape[-1]
+        width = state.shape[-1]
+        missing = width - conv_states.shape[-1]
+        if self.record_past or not places.fresh:
+            inputs = torch.cat([state.to(conv_states.dtype), conv_states], dim=-1)
+        if self.record_past:
+            assert isinstance(self._steps, OwnSteps)
+            self._steps.note_inputs(self._layer, _row_name("conv", state_idx), inputs, width)
         if not places.fresh:
-            conv_states = torch.cat([state.to(conv_states.dtype), conv_states], dim=-1)
+            conv_states = inputs
         elif missing > 0:
             conv_states = torch.nn.functional.pad(conv_states, (missing, 0))
         state.copy_(conv_states[..., -state.shape[-1] :])
@@ -289,7 +305,6 @@ class HybridLayer(StateLayer, AttentionLayer):
     def __init__(self, layer: int, number_of_states: int, lifetime: Lifetime, steps: Steps) -> None:
         AttentionLayer.__init__(self, layer, lifetime, steps)
         StateLayer.__init__(self, layer, number_of_states, steps)
-        self.is_croppable = False
 
     def get_max_length(self) -> int:
         """As for keys and values alone."""
@@ -323,6 +338,8 @@ def make_layers(layers: Iterable[Layer], steps: Steps) -> list[CacheLayer]:
             made.append((IndexedLayer if has_index else AttentionLayer)(index, lifetime, steps))
         else:
             made.append(DummyLayer())
+        if number_of_states:
+            made[-1].is_croppable = not is_recurrent([layer])
     return made
 
 

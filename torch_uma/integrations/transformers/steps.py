@@ -67,6 +67,11 @@ class OwnSteps:
         return self.rows.pool
 
     @property
+    def is_recording(self) -> bool:
+        """Whether the rows keep their past."""
+        return self.rows.recording is not None
+
+    @property
     def in_place(self) -> bool:
         """Whether the model's attention reads keys and values in the arena."""
         return self._is_in_place()
@@ -243,6 +248,12 @@ class OwnSteps:
         if torch.compiler.is_compiling() or in_forward():
             return self._open is not None and self._open.is_fixed and not self._is_complete()
         return self.is_compiled and self.rows.may_have_runs
+
+    @_untraced
+    def note_inputs(self, layer: int, name: str, inputs: torch.Tensor, width: int) -> None:
+        """Notes the inputs [rows, channels, width + new] of a convolution in the open step, if these are kept."""
+        if self.rows.recording is not None and self._open is not None:
+            self.rows.recording.note_inputs(layer, name, self._open.max_past, inputs, width)
 
     def at_rest(self) -> CacheRows:
         """The rows, to be looked at or changed by another than a forward."""

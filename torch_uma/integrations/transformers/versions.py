@@ -45,3 +45,15 @@ def asks_to_compile() -> bool | None:
     model, options = frame.f_locals["self"], frame.f_locals["generation_config"]
     is_forced = options.compile_config is not None and options.compile_config._compile_all_devices
     return bool(is_forced or model.device.type in ("cuda", "xpu", "neuron", "tpu"))
+
+
+def asks_to_sample() -> bool:
+    """Whether `generate()` has called what has called this, to decode without a thought of taking tokens back.
+
+    An assisted one records the past of its caches, and does not say when that ends.
+    """
+    frame: FrameType = sys._getframe(2)
+    if frame.f_code is not GenerationMixin._valid_auto_compile_criteria.__code__ or frame.f_back is None:
+        return False
+    is_assisted = frame.f_back.f_code is GenerationMixin._assisted_decoding.__code__
+    return not (is_assisted or frame.f_locals["generation_config"].is_assistant)
