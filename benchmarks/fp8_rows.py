@@ -53,7 +53,7 @@ CONFIGS = {
 
 @torch.no_grad()
 def logits_of(model: torch.nn.Module, pool: torch_uma.CachePool, text: torch.Tensor, num_new: int) -> torch.Tensor:
-    """Logits [num_new, vocabulary] after the prompt and each later token: of `text`, or, behind its end, the model's."""
+    """Logits [num_new, vocabulary] after the prompt and each token behind it: of `text`, then the model's own."""
     sequence, logits, tokens = pool.add(), [], text[:, :NUM_PROMPT]
     for step in range(num_new):
         with pool.step({sequence: tokens.shape[1]}) as cache:
