@@ -10,17 +10,26 @@ own. What is stored is rounded to the nearest, saturated, and has no scales.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from records import Record, parser, publish, record
-from transformers import AutoModelForCausalLM, DeepseekV3Config, GptOssConfig, LlamaConfig, Qwen3NextConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    GptOssConfig,
+    LlamaConfig,
+    PreTrainedModel,
+    Qwen3NextConfig,
+)
 
 import torch_uma
 import torch_uma.integrations.transformers  # noqa: F401 (registers its attention)
 
 NUM_PROMPT, NUM_NEW = 64, 128
-_SMALL = {"vocab_size": 512, "hidden_size": 128, "num_attention_heads": 4, "initializer_range": 0.08}
-_SHORT = {"num_hidden_layers": 4, "intermediate_size": 256, "num_key_value_heads": 2, "head_dim": 32}
-_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+_SMALL: dict[str, Any] = {"vocab_size": 512, "hidden_size": 128, "num_attention_heads": 4, "initializer_range": 0.08}
+_SHORT: dict[str, Any] = {"num_hidden_layers": 4, "intermediate_size": 256, "num_key_value_heads": 2, "head_dim": 32}
+_EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
 CONFIGS = {
     "llama": LlamaConfig(**_SMALL, **_SHORT),
     "gpt-oss": GptOssConfig(**_SMALL, **_SHORT, num_local_experts=4, num_experts_per_tok=2, sliding_window=32),
@@ -52,7 +61,7 @@ CONFIGS = {
 
 
 @torch.no_grad()
-def logits_of(model: torch.nn.Module, pool: torch_uma.CachePool, text: torch.Tensor, num_new: int) -> torch.Tensor:
+def logits_of(model: PreTrainedModel, pool: torch_uma.CachePool, text: torch.Tensor, num_new: int) -> torch.Tensor:
     """Logits [num_new, vocabulary] after the prompt and each token behind it: of `text`, then the model's own."""
     sequence, logits, tokens = pool.add(), [], text[:, :NUM_PROMPT]
     for step in range(num_new):
