@@ -26,7 +26,7 @@ from torch_uma.integrations.transformers.rows import CacheRows
 from torch_uma.integrations.transformers.sizing import plan_for
 from torch_uma.integrations.transformers.steps import OwnSteps
 from torch_uma.integrations.transformers.taking import TakingPlaces, TakingSteps
-from torch_uma.integrations.transformers.versions import asks_to_compile
+from torch_uma.integrations.transformers.versions import asks_to_compile, text_of_prefill
 from torch_uma.layout import Chunk, Layer, Row, State, Window
 from torch_uma.precision import kept_as
 
@@ -162,6 +162,7 @@ class UnifiedCache(Cache):
     def _bind(self, layers: Sequence[Layer]) -> None:
         super().__init__(layers=list(make_layers(layers, self._steps)))
         self._declared = layers
+        self._prompt: torch.Tensor | None = None  # what `generate()` began with, of a model that has states alone
         self._may_be_fixed = not any(
             isinstance(memory.lifetime, Chunk) or memory.lifetime == Window(1)
             for layer in layers
@@ -211,6 +212,32 @@ class UnifiedCache(Cache):
         if steps.in_place or (steps.pool is not None and steps.pool.device.type == "cpu"):
             return True
         return steps.reads_fixed
+
+    @property
+    def is_linear(self) -> list[bool]:  # type: ignore[override]
+        """For each layer whether it has states and nothing else.
+
+        `generate()` takes off a text what the cache holds of it, but not where all layers are such, as their own caches
+        know no length. This one does, so while that is asked it says that none is. Synchronises then.
+        """
+        linear: list[bool] = super().is_linear
+        if isinstance(self._steps, OwnSteps) and not torch.compiler.is_compiling() and all(linear):
+            text = text_of_prefill()
+            if text is not None and self._holds_part_of(text):
+                return [False] * len(linear)
+        return linear
+
+    def _holds_part_of(self, text: torch.Tensor) -> bool:
+        """Whether the rows hold the first tokens of `text`, as far as can be told: it may be new as well."""
+        length = self._own().at_rest().length
+        if length == 0:
+            self._prompt = text if text.dim() == 2 else None
+        if length == 0 or text.shape[1] <= length:
+            return False
+        known = self._prompt
+        if known is None or text.dim() != 2 or len(text) != len(known):
+            return True
+        return torch.equal(text[:, : known.shape[1]], known)
 
     def _finish(self) -> None:
         """Writes back what the forward of a `pool.step` changed in copies."""
@@ -284,6 +311,20 @@ class UnifiedCache(Cache):
         max_tokens = whole(max_tokens, "max_tokens of a cache", least=1, error=PlanError)
         self._own().at_rest().expect(batch_size, max_tokens)
 
+    def early_initialization(
+        self,
+        batch_size: int,
+        num_heads: int | list[int],
+        head_dim: int | list[int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Makes `batch_size` empty rows, of any model, if there are none; the rest is known, and only counted."""
+        super().early_initialization(batch_size, num_heads, head_dim, dtype, device)
+        rows = self._own().at_rest()
+        if not rows:
+            rows.add(batch_size, device)
+
     def reset(self) -> None:
         """Frees the rows; the next forward starts again, with any batch size that fits."""
         self._own().reset()
@@ -319,6 +360,7 @@ class UnifiedCache(Cache):
         memo[id(self)] = fork
         fork._steps = steps.fork()
         fork._bind(self._declared)
+        fork._prompt = self._prompt
         return fork
 
     def __copy__(self) -> UnifiedCache:
