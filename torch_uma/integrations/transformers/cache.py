@@ -214,13 +214,13 @@ class UnifiedCache(Cache):
         return steps.reads_fixed
 
     @property
-    def is_linear(self) -> list[bool]:  # type: ignore[override]
+    def is_linear(self) -> list[bool]:
         """For each layer whether it has states and nothing else.
 
         `generate()` takes off a text what the cache holds of it, but not where all layers are such, as their own caches
         know no length. This one does, so while that is asked it says that none is. Synchronises then.
         """
-        linear: list[bool] = super().is_linear
+        linear = [isinstance(layer, StateLayer) and not isinstance(layer, AttentionLayer) for layer in self.layers]
         if isinstance(self._steps, OwnSteps) and not torch.compiler.is_compiling() and all(linear):
             text = text_of_prefill()
             if text is not None and self._holds_part_of(text):
