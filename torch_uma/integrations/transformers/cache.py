@@ -26,14 +26,16 @@ from torch_uma.integrations.transformers.layers import (
     make_layers,
     parts_of,
 )
+from torch_uma.integrations.transformers.origin import Origin
 from torch_uma.integrations.transformers.places import StepPlaces
 from torch_uma.integrations.transformers.rows import CacheRows
 from torch_uma.integrations.transformers.sizing import plan_for
 from torch_uma.integrations.transformers.steps import OwnSteps
 from torch_uma.integrations.transformers.stores import INDEX_KEY
 from torch_uma.integrations.transformers.taking import TakingPlaces, TakingSteps
-from torch_uma.integrations.transformers.versions import asks_to_compile, asks_to_sample
-from torch_uma.layout import Chunk, Layer, State, Window
+from torch_uma.integrations.transformers.versions import asks_to_compile, asks_to_sample, text_of_prefill
+from torch_uma.layout import Chunk, Layer, Row, State, Window
+from torch_uma.precision import kept_as
 
 if TYPE_CHECKING:
     from torch_uma.multistep import MultiStep
@@ -56,7 +58,8 @@ class UnifiedCache(Cache):
     both it takes half of the free memory. It logs what it took at INFO. With `max_tokens` the keys and values are
     handed over as views with no copy, windows with twice the room. `page_size` (16; 8 where the arena is sized for the
     batch), `max_sequences` (rows, forks and beams that can exist at once; at least 256 by default), `dtype` (of
-    activations) and `device` (those of the model) are for the pool that it makes. PlanError for a pool made for
+    activations), `kv_dtype` (float8_e4m3fn, float8_e5m2 or bfloat16: keep keys, values and latents so, which changes
+    tokens) and `device` (that of the model) are for the pool that it makes. PlanError for a pool made for
     another model.
 
     Dropping the cache gives its rows back. A forward raises OutOfMemory (the cache stands as after the last whole
@@ -73,6 +76,7 @@ class UnifiedCache(Cache):
         page_size: int | None = None,
         max_sequences: int | None = None,
         dtype: torch.dtype | None = None,
+        kv_dtype: torch.dtype | str | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         from torch_uma.integrations.transformers.declare import declare
@@ -83,10 +87,10 @@ class UnifiedCache(Cache):
         if max_sequences is not None:
             max_sequences = whole(max_sequences, "max_sequences of a pool", least=1, error=PlanError)
         if pool is None:
-            layers = declare(model_or_config, dtype=dtype)
+            layers = kept_as(declare(model_or_config, dtype=dtype), kv_dtype)
         else:
             asked = {"memory": memory, "page_size": page_size, "max_sequences": max_sequences, "dtype": dtype}
-            for name, value in {**asked, "device": device}.items():
+            for name, value in {**asked, "kv_dtype": kv_dtype, "device": device}.items():
                 if value is not None:
                     raise PlanError(f"pool= has its {name} already; give either pool= or {name}=")
             pool.guard.check_usable()
@@ -117,12 +121,13 @@ class UnifiedCache(Cache):
         if pool is None and memory is not None:
             pool = make_pool(1, torch.get_default_device(), max_tokens, False, 0)
         rows = CacheRows(make_pool, pool=pool, max_tokens=max_tokens)
-        self._steps: OwnSteps | GivenStep = OwnSteps(rows, parts_of(layers), is_in_place)
+        self._steps: OwnSteps | GivenStep = OwnSteps(rows, parts_of(layers), is_in_place, Origin(model_or_config))
         self._bind(layers)
 
     @classmethod
     def _of_step(cls, step: Step) -> UnifiedCache:
         """The cache of a step that is opened and closed by `pool.step`."""
+        _check_origin(step.pool)
         cache = cls.__new__(cls)
         # States are views: nothing is fetched.
         in_place = not _stores_tokens(step.pool.plan.layers) or is_used(_config_of(step.pool))
@@ -167,6 +172,7 @@ class UnifiedCache(Cache):
     def _bind(self, layers: Sequence[Layer]) -> None:
         super().__init__(layers=list(make_layers(layers, self._steps)))
         self._declared = layers
+        self._prompt: torch.Tensor | None = None  # what `generate()` began with, of a model that has states alone
         has_index = any(row.name == INDEX_KEY for layer in layers for memory in layer.memories for row in memory.rows)
         # Models with states beside index keys, as qwen4_exp and glm5_next, read numbers back to group what they choose.
         self._is_eager = has_index and any(self.is_linear)
@@ -227,6 +233,32 @@ class UnifiedCache(Cache):
         if steps.in_place or (steps.pool is not None and steps.pool.device.type == "cpu"):
             return True
         return steps.reads_fixed
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """For each layer whether it has states and nothing else.
+
+        `generate()` takes off a text what the cache holds of it, but not where all layers are such, as their own caches
+        know no length. This one does, so while that is asked it says that none is. Synchronises then.
+        """
+        linear = [isinstance(layer, StateLayer) and not isinstance(layer, AttentionLayer) for layer in self.layers]
+        if isinstance(self._steps, OwnSteps) and not torch.compiler.is_compiling() and all(linear):
+            text = text_of_prefill()
+            if text is not None and self._holds_part_of(text):
+                return [False] * len(linear)
+        return linear
+
+    def _holds_part_of(self, text: torch.Tensor) -> bool:
+        """Whether the rows hold the first tokens of `text`, as far as can be told: it may be new as well."""
+        length = self._own().at_rest().length
+        if length == 0:
+            self._prompt = text if text.dim() == 2 else None
+        if length == 0 or text.shape[1] <= length:
+            return False
+        known = self._prompt
+        if known is None or text.dim() != 2 or len(text) != len(known):
+            return True
+        return torch.equal(text[:, : known.shape[1]], known)
 
     def _finish(self) -> None:
         """Writes back what the forward of a `pool.step` changed in copies."""
@@ -307,6 +339,20 @@ class UnifiedCache(Cache):
         max_tokens = whole(max_tokens, "max_tokens of a cache", least=1, error=PlanError)
         self._own().at_rest().expect(batch_size, max_tokens)
 
+    def early_initialization(
+        self,
+        batch_size: int,
+        num_heads: int | list[int],
+        head_dim: int | list[int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Makes `batch_size` empty rows, of any model, if there are none; the rest is known, and only counted."""
+        super().early_initialization(batch_size, num_heads, head_dim, dtype, device)
+        rows = self._own().at_rest()
+        if not rows:
+            rows.add(batch_size, device)
+
     def reset(self) -> None:
         """Frees the rows; the next forward starts again, with any batch size that fits."""
         self._own().reset()
@@ -359,6 +405,7 @@ class UnifiedCache(Cache):
         memo[id(self)] = fork
         fork._steps = steps.fork()
         fork._bind(self._declared)
+        fork._prompt = self._prompt
         return fork
 
     def __copy__(self) -> UnifiedCache:
@@ -404,6 +451,10 @@ _MADE_FOR: weakref.WeakKeyDictionary[CachePool, weakref.ref[Any]] = weakref.Weak
 """The model or config last seen to store what a pool was made for, as it takes a forward to see."""
 
 
+_ORIGINS: weakref.WeakKeyDictionary[CachePool, Origin] = weakref.WeakKeyDictionary()
+"""What the pools that steps were opened over were made of."""
+
+
 def _config_of(pool: CachePool) -> PreTrainedConfig | None:
     """The text config of the model that a pool was made of, None if it was made of a plan or the model is gone."""
     return text_config_of(None if pool.made_for is None else pool.made_for())
@@ -419,7 +470,8 @@ def _check_made_for(pool: CachePool, model_or_config: Any) -> None:
 
     if pool in _MADE_FOR and _MADE_FOR[pool]() is model_or_config:
         return
-    stored = [_shapes(layer) for layer in declare(model_or_config)]
+    declared = declare(model_or_config)
+    stored = [_shapes(layer) for layer in declared]
     held = [_shapes(layer) for layer in pool.plan.layers]
     if stored != held:
         index = next((i for i, (a, b) in enumerate(zip(stored, held, strict=False)) if a != b), None)
@@ -429,7 +481,26 @@ def _check_made_for(pool: CachePool, model_or_config: Any) -> None:
             f"the pool was made for another model: this one stores {difference}, the pool {instead}; "
             "make a CachePool of this model, or leave pool= out"
         )
+    for index, (rows, held_rows) in enumerate(zip(map(_rows, declared), map(_rows, pool.plan.layers), strict=True)):
+        for row, held_row in zip(rows, held_rows, strict=True):
+            if held_row.computed_dtype not in (None, row.dtype):
+                raise PlanError(
+                    f"the pool was made for a model that computes {held_row.name!r} of layer {index} in "
+                    f"{held_row.computed_dtype}, and this one computes it in {row.dtype}; make a CachePool of this "
+                    "model, or leave pool= out"
+                )
     _MADE_FOR[pool] = weakref.ref(model_or_config)
+
+
+def _check_origin(pool: CachePool) -> None:
+    """SequenceError if the model that the pool was made of has moved since the first step; `Origin` says when."""
+    if pool not in _ORIGINS:
+        _ORIGINS[pool] = Origin(None if pool.made_for is None else pool.made_for())
+    _ORIGINS[pool].check(pool)
+
+
+def _rows(layer: Layer) -> list[Row]:
+    return [row for memory in layer.memories for row in memory.rows]
 
 
 def _shapes(layer: Layer) -> list[Any]:

@@ -225,7 +225,7 @@ def _token_rows(layer: Any) -> tuple[Row, ...]:
 
 
 def _row(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Row:
-    return Row(name=name, shape=tuple(shape), dtype=dtype)
+    return Row(name=name, shape=tuple(shape), dtype=dtype, computed_dtype=dtype)
 
 
 def _producer(config: PreTrainedConfig, index: int) -> int | None:

@@ -15,6 +15,7 @@ import torch
 
 from torch_uma.integrations.transformers.stores import Store, TokenStore
 from torch_uma.layout import Chunk, Window
+from torch_uma.ops.reference import encode
 from torch_uma.plan import SubPool
 from torch_uma.runs import Run
 
@@ -28,10 +29,12 @@ class FixedTokens:
 
     They are [rows, heads, num_columns, head_dim] or, as stored, [rows, num_columns, width].
 
-    Column 0 is the row's first token, or, once there are more than `num_columns`, the first that a window holds.
+    They are stored in `dtypes`; those of one byte are viewed as uint8, since torch puts no others at an index. Column 0
+    is the row's first token, or, once there are more than `num_columns`, the first that a window holds.
     """
 
     views: tuple[torch.Tensor, ...]
+    dtypes: tuple[torch.dtype, ...]
     num_columns: int
     is_window: bool
 
@@ -46,11 +49,11 @@ class FixedTokens:
         """Write one new token of each row, behind `past` (0-d int64); returns all columns in the dtype of the new."""
         column = past.clamp(max=self.num_columns - 1).view(1)
         results = []
-        for view, states in zip(self.views, new, strict=True):
+        for view, dtype, states in zip(self.views, self.dtypes, new, strict=True):
             if view.dim() == 3:
                 view = view.unflatten(2, (states.shape[1], states.shape[3])).transpose(1, 2)
-            view.index_copy_(2, column, states.to(view.dtype))
-            results.append(view.to(states.dtype))
+            view.index_copy_(2, column, encode(states, dtype).view(view.dtype))
+            results.append(view.view(dtype).to(states.dtype))
         return tuple(results)
 
 
@@ -99,6 +102,7 @@ def _view(store: TokenStore, num_rows: int, start: int, num_columns: int, run: R
     first_page, pages_between_rows = run
     views = []
     for grid in store.grids:  # [pages, page_size, *shape]
+        grid = grid.view(torch.uint8) if grid.dtype.itemsize == 1 else grid
         # A row that is alone has a stride too, for which graphs are made.
         between_rows = pages_between_rows * grid.stride(0) if num_rows > 1 else num_columns * grid.stride(1)
         view = grid.as_strided(
@@ -108,4 +112,5 @@ def _view(store: TokenStore, num_rows: int, start: int, num_columns: int, run: R
         )
         views.append(view.transpose(1, 2) if grid.dim() == 4 else view)
     is_window = isinstance(store.subpool.lifetime, Window)
-    return FixedTokens(views=tuple(views), num_columns=num_columns, is_window=is_window)
+    dtypes = tuple(placed.row.dtype for placed in store.rows)
+    return FixedTokens(views=tuple(views), dtypes=dtypes, num_columns=num_columns, is_window=is_window)

@@ -7,6 +7,7 @@ import torch
 from torch_uma.errors import GradientError, SequenceError
 from torch_uma.integrations.transformers.places import StepPlaces
 from torch_uma.integrations.transformers.stores import TokenStore
+from torch_uma.layout import PlacedRow
 from torch_uma.runs import Run
 
 Rows = tuple[torch.Tensor, ...]
@@ -29,7 +30,7 @@ def gradient_error() -> GradientError:
 
 
 def check_stored(store: TokenStore, new: Rows) -> None:
-    """A shape of as many numbers would be taken for the other without a word."""
+    """SequenceError for what the layer does not store: it would be converted or taken for another without a word."""
     for placed, states in zip(store.rows, new, strict=True):
         heads, head_dim = states.shape[1], states.shape[3]
         if placed.row.shape not in ((heads, head_dim), (heads * head_dim,)):
@@ -37,6 +38,22 @@ def check_stored(store: TokenStore, new: Rows) -> None:
                 f"layer {placed.layer} of the pool stores {placed.row.name!r} of {placed.row.shape} for a token, but "
                 f"the model gives {(heads, head_dim)}; use a pool that was made for this model"
             )
+        check_computed(placed, states, store.grids[0].device)
+
+
+def check_computed(placed: PlacedRow, given: torch.Tensor, device: torch.device) -> None:
+    """SequenceError if a row is given in another dtype than its model computed it in, or on another device."""
+    if placed.row.computed_dtype not in (None, given.dtype) and not torch.is_autocast_enabled(given.device.type):
+        raise SequenceError(
+            f"the pool was made for a model that computes {placed.row.name!r} of layer {placed.layer} in "
+            f"{placed.row.computed_dtype}, but this one gives {given.dtype}; make a new cache or pool of the model as "
+            f"it is now, with dtype={given.dtype} if the model itself says another, or move the model back"
+        )
+    if given.device != device:
+        raise SequenceError(
+            f"the pool is on {device}, but the model gives {placed.row.name!r} of layer {placed.layer} on "
+            f"{given.device}; make a cache or pool of the model where it is now, or move the model to {device}"
+        )
 
 
 def has_dtype(store: TokenStore, new: Rows) -> bool:

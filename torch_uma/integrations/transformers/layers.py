@@ -19,6 +19,7 @@ from torch_uma.integrations.transformers.index import IndexKeys
 from torch_uma.integrations.transformers.keep import (
     Rows,
     append,
+    check_computed,
     check_no_gradients,
     check_stored,
     gather,
@@ -284,6 +285,9 @@ class StateLayer(ArenaLayer, LinearAttentionCacheLayerMixin):
         name = _row_name(kind, state_idx)
         places = self._steps.enter(self._layer, name, num_new_tokens=num_new_tokens, like=new)
         assert places is not None
+        store = places.stores[self._layer].state
+        assert store is not None
+        check_computed(store.rows[name], new, store.grids[name].device)
         return places, self._state(places, name, is_write=True)
 
     def _state(self, places: StepPlaces, name: str, *, is_write: bool) -> torch.Tensor:

@@ -15,6 +15,7 @@ import torch
 
 from torch_uma.errors import SequenceError
 from torch_uma.integrations.transformers.given import check_shape, in_forward
+from torch_uma.integrations.transformers.origin import Origin
 from torch_uma.integrations.transformers.places import StepPlaces, extent
 from torch_uma.integrations.transformers.rows import CacheRows
 from torch_uma.layout import Lifetime
@@ -48,8 +49,11 @@ class OwnSteps:
     when the graph has gone through the last layer.
     """
 
-    def __init__(self, rows: CacheRows, parts: Iterable[Part], is_in_place: Callable[[], bool]) -> None:
+    def __init__(
+        self, rows: CacheRows, parts: Iterable[Part], is_in_place: Callable[[], bool], origin: Origin | None = None
+    ) -> None:
         self.rows = rows
+        self._origin = origin
         self._is_in_place = is_in_place
         self._parts = frozenset(parts)
         self._final_layer = max((layer for layer, _ in self._parts), default=0)
@@ -275,7 +279,7 @@ class OwnSteps:
 
     def fork(self) -> OwnSteps:
         """The same for another cache, with forks of the rows."""
-        return OwnSteps(self.at_rest().fork(), self._parts, self._is_in_place)
+        return OwnSteps(self.at_rest().fork(), self._parts, self._is_in_place, self._origin)
 
     def _begin(self, num_new_tokens: int, like: torch.Tensor | None, *, is_fixed: bool = False) -> None:
         is_new = not self.rows
@@ -285,6 +289,8 @@ class OwnSteps:
         assert self.pool is not None
         _NEWEST[self.pool] = ref(self)
         try:
+            if self._origin is not None:
+                self._origin.check(self.pool)
             in_place = self.in_place
             step = self.rows.begin(num_new_tokens, as_views=not in_place)
             _NEWEST[self.pool] = ref(self)  # the rows may have moved into another one

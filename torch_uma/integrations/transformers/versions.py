@@ -6,6 +6,7 @@ import sys
 from types import FrameType
 from typing import Any
 
+from torch import Tensor
 from transformers import GenerationMixin, PreTrainedConfig, cache_utils
 
 try:
@@ -57,3 +58,18 @@ def asks_to_sample() -> bool:
         return False
     is_assisted = frame.f_back.f_code is GenerationMixin._assisted_decoding.__code__
     return not (is_assisted or frame.f_locals["generation_config"].is_assistant)
+
+
+def text_of_prefill() -> Tensor | None:
+    """What `generate()` begins with, if its prefill has called what has called this; None if that was another.
+
+    Ids [rows, tokens] or embeddings [rows, tokens, width]. None also where a longer mask says that they are new.
+    """
+    frame: FrameType = sys._getframe(2)
+    if frame.f_code is not GenerationMixin._prefill.__code__:
+        return None
+    options = frame.f_locals["model_kwargs"]
+    embeddings = options.get("inputs_embeds") if frame.f_locals["is_first_iteration"] else None
+    text: Tensor = frame.f_locals["input_ids"] if embeddings is None else embeddings
+    mask = options.get("attention_mask")
+    return text if mask is None or mask.shape[1] == text.shape[1] else None
