@@ -203,13 +203,12 @@ def test_a_cache_is_copied_by_forking_and_cannot_be_pickled() -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_layer_is_copied_with_its_cache_only(name: str) -> None:
+def test_a_layer_is_not_pickled(name: str) -> None:
     cache = torch_uma.UnifiedCache(model_of(name), max_tokens=9)
     for _ in range(2):
         for layer in cache.layers:
-            for copied in (copy.copy, copy.deepcopy, pickle.dumps):
-                with pytest.raises(TypeError, match="of the whole cache forks it"):
-                    copied(layer)
+            with pytest.raises(TypeError, match="of the whole cache forks it"):
+                pickle.dumps(layer)
         generate(model_of(name), prompts((4,)), cache=cache, max_new_tokens=2)
 
 

@@ -51,7 +51,6 @@ MODELS = (
     "inkling_text",
     "glm5_next_text",
     "zaya",
-    "recurrent_gemma",
     "lfm3",
     "bailing_hybrid",
     "hy_v4",

@@ -21,12 +21,14 @@ from torch_uma.integrations.transformers.attention import NAME, is_used, text_co
 from torch_uma.integrations.transformers.given import GivenStep
 from torch_uma.integrations.transformers.layers import (
     AttentionLayer,
+    HybridLayer,
     IndexedLayer,
     StateLayer,
     make_layers,
     parts_of,
 )
 from torch_uma.integrations.transformers.origin import Origin
+from torch_uma.integrations.transformers.own import Lightning, as_minimax_cache, with_lightning
 from torch_uma.integrations.transformers.places import StepPlaces
 from torch_uma.integrations.transformers.rows import CacheRows
 from torch_uma.integrations.transformers.sizing import plan_for
@@ -170,7 +172,10 @@ class UnifiedCache(Cache):
         )
 
     def _bind(self, layers: Sequence[Layer]) -> None:
-        super().__init__(layers=list(make_layers(layers, self._steps)))
+        if with_lightning(layers) and not isinstance(self, Lightning):
+            kind: Any = type(self)
+            self.__class__ = as_minimax_cache(Lightning, kind)
+        Cache.__init__(self, layers=list(make_layers(layers, self._steps)))
         self._declared = layers
         self._prompt: torch.Tensor | None = None  # what `generate()` began with, of a model that has states alone
         has_index = any(row.name == INDEX_KEY for layer in layers for memory in layer.memories for row in memory.rows)
@@ -230,7 +235,12 @@ class UnifiedCache(Cache):
             is_compiled = asks_to_compile()
             if is_compiled is not None:
                 steps.is_compiled = is_compiled and self._may_be_fixed
-        if steps.in_place or (steps.pool is not None and steps.pool.device.type == "cpu"):
+        if steps.in_place:
+            return True
+        # Masks for such a cache take windows beside states for full attention.
+        if any(isinstance(layer, HybridLayer) and layer.is_sliding for layer in self.layers):
+            return False
+        if steps.pool is not None and steps.pool.device.type == "cpu":
             return True
         return steps.reads_fixed
 

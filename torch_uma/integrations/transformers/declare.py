@@ -21,6 +21,7 @@ from transformers import (
     DynamicCache,
     PreTrainedConfig,
 )
+from transformers.cache_utils import CacheLayerMixin
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -28,6 +29,8 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from torch_uma.errors import PlanError
+from torch_uma.integrations.transformers.own import LIGHTNING, as_minimax_cache, check_remembers
+from torch_uma.integrations.transformers.restarts import restarting
 from torch_uma.integrations.transformers.versions import layer_configs, layer_kinds
 from torch_uma.layout import Chunk, Full, Layer, Lifetime, Memory, Row, State, Window
 
@@ -51,11 +54,12 @@ def declare(model_or_config: Any, *, dtype: torch.dtype | None = None) -> tuple[
     `dtype` is the dtype of the activations; without it, that of the model's parameters or the one named by the config.
     Rows of a token are `k` and `v` [kv_heads, head_dim], `latent` and `rope_key` [1, width], `index_key` [width], or
     [1, width] where it scores blocks of tokens, and `index_position` [axes]; those of a sequence are `conv` [channels,
-    kernel] and `recurrent` [...], then `conv_1`, `recurrent_1`, ...
+    kernel] and `recurrent` [...], then `conv_1`, `recurrent_1`, ..., or `lightning` [heads, head_dim, head_dim].
     Raises PlanError for a config without layers, for kinds of layers that are not known, and for models that keep what
     they remember outside the cache. Nothing is allocated, and the model is neither run nor changed.
     """
     config = _text_config(model_or_config)
+    check_remembers(config)
     kinds, lifetimes = _kinds(config)
     cache = _run(_weightless(model_or_config, dtype), config, kinds, lifetimes)
     layers = [_layer(layer) for layer in cache.layers]
@@ -67,14 +71,29 @@ def declare(model_or_config: Any, *, dtype: torch.dtype | None = None) -> tuple[
     return tuple(layers)
 
 
-class _FirstForward(DynamicCache):
-    """A cache before the first token, whose lengths are known also without attention layers."""
+class _FirstForwards(DynamicCache):
+    """A cache whose lengths are known also without attention layers; `num_tokens` is how many it holds."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        DynamicCache.__init__(self, config=config)
+        self.num_tokens = 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
+        return self.num_tokens
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return query_length, 0
+        layer = self.layers[layer_idx]
+        if self.num_tokens and isinstance(layer, CacheLayerMixin):
+            sizes: tuple[int, int] = layer.get_mask_sizes(query_length)
+            return sizes
+        return self.num_tokens + query_length, 0
+
+    def get_linear_cache(self, layer_idx: int) -> torch.Tensor | None:
+        return None
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: torch.Tensor) -> None:
+        layer: Any = self.layers[layer_idx]
+        layer.lightning_states = {0: linear_cache}
 
 
 def _text_config(model_or_config: Any) -> PreTrainedConfig:
@@ -157,12 +176,13 @@ def _first_argument(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> t
 
 
 def _run(decoder: Any, config: PreTrainedConfig, kinds: list[str], lifetimes: list[Lifetime | None]) -> DynamicCache:
-    """The cache after a first forward; its layers carry `kind`, `lifetime` and `latent_width`."""
+    """The cache after first forwards; its layers carry `kind`, `lifetime`, `latent_width` and `restarted_by`."""
     parameters = inspect.signature(decoder.forward).parameters
     argument = next((name for name in _CACHE_ARGUMENTS if name in parameters), None)
     if argument is None:
         raise PlanError(f"{config.model_type} takes no cache: it keeps what it remembers elsewhere")
-    cache = _FirstForward(config=config)
+    cache_class: Any = as_minimax_cache(_FirstForwards) if config.model_type == "minimax" else _FirstForwards
+    cache: _FirstForwards = cache_class(config)
     layers: list[Any] = cache.layers
     for layer, kind, lifetime, layer_config in zip(layers, kinds, lifetimes, layer_configs(config)):
         # Noted on the layer itself, since looped models append copies of layers.
@@ -171,9 +191,16 @@ def _run(decoder: Any, config: PreTrainedConfig, kinds: list[str], lifetimes: li
     tokens = torch.zeros((1, _NUM_TOKENS), dtype=torch.long, device="meta")
     # Where a shape depends on values, take them as nonzero.
     assume = fx_config.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]
+
+    def forward() -> None:
+        decoder(input_ids=tokens, use_cache=True, **{argument: cache})
+        cache.num_tokens += _NUM_TOKENS
+
     try:
         with torch.no_grad(), assume:
-            decoder(input_ids=tokens, use_cache=True, **{argument: cache})
+            forward()
+            for layer in restarting(layers, forward):
+                layer.restarted_by = config.model_type
     except Exception as error:
         raise PlanError(
             f"{config.model_type} does not run on the meta device with transformers' DynamicCache, so what it stores "
@@ -191,12 +218,12 @@ def _layer(layer: Any) -> Layer:
     tokens = _token_rows(layer)
     if tokens:
         memories.append(Memory(lifetime=layer.lifetime, rows=tokens))
-    return Layer(memories=tuple(memories), name=layer.kind)
+    return Layer(memories=tuple(memories), name=layer.kind, restarted_by=getattr(layer, "restarted_by", ""))
 
 
 def _state_rows(layer: Any) -> tuple[Row, ...]:
     rows = []
-    for name in ("conv", "recurrent"):
+    for name in ("conv", "recurrent", LIGHTNING):
         for index, state in getattr(layer, f"{name}_states", {}).items():
             if state is not None:
                 rows.append(_row(f"{name}_{index}" if index else name, state.shape[1:], state.dtype))

@@ -43,10 +43,32 @@ Steps = GivenStep | OwnSteps
 class ArenaLayer:
     """A layer whose content lies in an arena."""
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ArenaLayer:
+        """A layer of the same kind, as looped models append them, that has no place in the arena until it is planned.
+
+        The layers of a cache that was made for a looped model have all their places already.
+        """
+        copied = type(self).__new__(type(self))
+        copied.__dict__.update(self.__dict__, _steps=Unplanned())
+        return copied
+
+    def __copy__(self) -> ArenaLayer:
+        return self.__deepcopy__({})
+
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "a layer of a UnifiedCache cannot be copied or pickled, as what it keeps lies in the memory of a pool; "
+            "a layer of a UnifiedCache cannot be pickled, as what it keeps lies in the memory of a pool; "
             "copy.deepcopy() of the whole cache forks it there"
+        )
+
+
+class Unplanned:
+    """The steps of a layer that no plan knows: PlanError for whatever is asked of them."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise PlanError(
+            "the plan of this cache has no place for a copied layer; make the cache of the model, so that the copies "
+            "that it works with are planned, or copy.deepcopy() the whole cache, which forks it"
         )
 
 
@@ -207,9 +229,10 @@ class StateLayer(ArenaLayer, LinearAttentionCacheLayerMixin):
     is_croppable = False
     is_compileable = False
 
-    def __init__(self, layer: int, number_of_states: int, steps: Steps) -> None:
+    def __init__(self, layer: int, number_of_states: int, steps: Steps, restarted_by: str = "") -> None:
         self.number_of_states = number_of_states
         self.path = "none"
+        self._restarted_by = restarted_by
         self._layer = layer
         self._steps = steps
 
@@ -275,8 +298,12 @@ class StateLayer(ArenaLayer, LinearAttentionCacheLayerMixin):
 
     def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
         """Keeps a state [batch, *shape] and returns it as stored."""
-        _, state = self._write(recurrent_states, "recurrent", state_idx)
-        return state.copy_(recurrent_states)
+        return self.write("recurrent", state_idx, recurrent_states)
+
+    def write(self, kind: str, state_idx: int, new: torch.Tensor) -> torch.Tensor:
+        """Keeps a state [batch, *shape] of any kind but "conv", and returns it as stored. GradientError."""
+        _, state = self._write(new, kind, state_idx)
+        return state.copy_(new)
 
     def _write(self, new: torch.Tensor, kind: str, state_idx: int) -> tuple[StepPlaces, torch.Tensor]:
         if torch.is_grad_enabled():
@@ -288,6 +315,12 @@ class StateLayer(ArenaLayer, LinearAttentionCacheLayerMixin):
         store = places.stores[self._layer].state
         assert store is not None
         check_computed(store.rows[name], new, store.grids[name].device)
+        if self._restarted_by and places.num_new_tokens > 1 and not places.fresh:
+            raise SequenceError(
+                f"{self._restarted_by} starts its recurrent states anew in a forward of several tokens, and would "
+                f"forget the {places.max_past} tokens that the rows hold; give it one token at a time, or reset() the "
+                "cache and give the whole text at once, without prefill_chunk_size"
+            )
         return places, self._state(places, name, is_write=True)
 
     def _state(self, places: StepPlaces, name: str, *, is_write: bool) -> torch.Tensor:
@@ -306,9 +339,11 @@ class HybridLayer(StateLayer, AttentionLayer):
     is_croppable = False
     is_compileable = False
 
-    def __init__(self, layer: int, number_of_states: int, lifetime: Lifetime, steps: Steps) -> None:
+    def __init__(
+        self, layer: int, number_of_states: int, lifetime: Lifetime, steps: Steps, restarted_by: str = ""
+    ) -> None:
         AttentionLayer.__init__(self, layer, lifetime, steps)
-        StateLayer.__init__(self, layer, number_of_states, steps)
+        StateLayer.__init__(self, layer, number_of_states, steps, restarted_by)
 
     def get_max_length(self) -> int:
         """As for keys and values alone."""
@@ -335,9 +370,9 @@ def make_layers(layers: Iterable[Layer], steps: Steps) -> list[CacheLayer]:
                 lifetime = memory.lifetime
                 has_index = any(row.name == INDEX_KEY for row in memory.rows)
         if number_of_states and lifetime is not None:
-            made.append(HybridLayer(index, number_of_states, lifetime, steps))
+            made.append(HybridLayer(index, number_of_states, lifetime, steps, layer.restarted_by))
         elif number_of_states:
-            made.append(StateLayer(index, number_of_states, steps))
+            made.append(StateLayer(index, number_of_states, steps, layer.restarted_by))
         elif lifetime is not None:
             made.append((IndexedLayer if has_index else AttentionLayer)(index, lifetime, steps))
         else:

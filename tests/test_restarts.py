@@ -1,0 +1,104 @@
+"""Who forgets in a forward of several tokens is known beforehand, and is not let; who does not may go on."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from test_declare import COMMON, EXPERTS, MODELS
+from test_own import generate, poisoned, prompts
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+
+import torch_uma
+from torch_uma.errors import SequenceError
+from torch_uma.integrations.transformers.declare import declare
+
+torch.set_num_threads(1)
+
+ZAMBA = {"layers_block_type": ["mamba", "hybrid"] * 2, "mamba_d_state": 8, "n_mamba_heads": 2, **EXPERTS}
+FORGETFUL = ["mamba", "falcon_mamba", "jamba", "zamba"]
+RECURRENT = [*FORGETFUL, "mamba2", "bamba", "qwen3_next", "zamba2", "kimi_linear", "lfm2"]
+
+
+@lru_cache
+def model_of(name: str) -> PreTrainedModel:
+    options: dict[str, Any] = {**COMMON, **(ZAMBA if name == "zamba" else MODELS[name])}
+    config = AutoConfig.for_model(name, **{**options, "initializer_range": 0.2, "eos_token_id": None})
+    with torch.random.fork_rng():
+        torch.manual_seed(sum(name.encode()))
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    return model.eval().requires_grad_(False)
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_what_is_seen_on_the_meta_device_is_what_happens(name: str) -> None:
+    model = model_of(name)
+    ids, cache = prompts(1), DynamicCache(config=model.config)
+    with torch.no_grad():
+        whole = model(ids, use_cache=False).logits[:, -1]
+        if name in ("mamba", "falcon_mamba", "mamba2"):  # of these transformers' cache knows no length
+            cache.get_seq_length = lambda *_: 6  # type: ignore[method-assign]
+        model(ids[:, :6], cache=cache, use_cache=True)
+        positions = {"position_ids": torch.arange(6, 11)[None]} if name == "bamba" else {}
+        chunked = model(ids[:, 6:], cache=cache, use_cache=True, **positions).logits[:, -1]
+    restarted = {layer.restarted_by for layer in declare(model)} - {""}
+    assert restarted == ({name} if name in FORGETFUL else set())
+    assert torch.allclose(whole, chunked, atol=1e-4) == (not restarted)
+
+
+@pytest.mark.parametrize("name", FORGETFUL)
+def test_it_is_refused_and_the_cache_goes_on(name: str) -> None:
+    model, ids = model_of(name), prompts(2)
+    expected = generate(model, ids, use_cache=False)
+    cache = poisoned(model)
+    with pytest.raises(SequenceError, match=f"{name} starts its recurrent states anew .* forget the 4 tokens"):
+        generate(model, ids, cache=cache, prefill_chunk_size=4)
+    cache.reset()
+    with torch.no_grad():
+        model(ids[:, :4], cache=cache)
+        with pytest.raises(SequenceError, match="one token at a time"):
+            model(ids[:, 4:], cache=cache)
+        assert cache.get_seq_length() == 4
+        for i in range(4, ids.shape[1] - 1):
+            model(ids[:, i : i + 1], cache=cache)
+    assert torch.equal(generate(model, ids, cache=cache), expected)
+
+    pool = torch_uma.CachePool(model, memory=4 << 20)
+    sequences = [pool.add(), pool.add()]
+    with torch.no_grad():
+        for start, end in ((0, 8), (8, 9)):
+            with pool.step(dict.fromkeys(sequences, end - start)) as step:
+                model(ids[:, start:end], cache=step, **step.inputs())
+        with pytest.raises(SequenceError, match=name), pool.step(dict.fromkeys(sequences, 2)) as step:
+            model(ids[:, 9:], cache=step, **step.inputs())
+        assert [sequence.length for sequence in sequences] == [9, 9]
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 4])
+def test_a_model_of_states_alone_goes_on_from_all_its_ids(chunk: int | None) -> None:
+    model, ids = model_of("mamba2"), prompts(2)
+    cache = poisoned(model)
+    for num_more in (5, 1, 3):
+        tokens = generate(model, ids, cache=cache, prefill_chunk_size=chunk)
+        assert torch.equal(tokens, generate(model, ids, use_cache=False))
+        assert cache.get_seq_length() == tokens.shape[1] - 1
+        ids = torch.cat([tokens, prompts(2, num_more)], dim=1)
+    assert all(cache.is_linear)
+
+
+@pytest.mark.parametrize("chunk", [None, 1])
+def test_one_that_forgets_goes_on_by_single_tokens(chunk: int | None) -> None:
+    model, ids = model_of("mamba"), prompts(2)
+    cache = poisoned(model)
+    tokens = generate(model, ids, cache=cache, max_new_tokens=5)
+    more = torch.cat([tokens, prompts(2, 1)], dim=1)
+    if chunk is None:
+        with pytest.raises(SequenceError, match="forget the 15 tokens"):
+            generate(model, more, cache=cache, max_new_tokens=5)
+    else:
+        assert torch.equal(
+            generate(model, more, cache=cache, max_new_tokens=5, prefill_chunk_size=1),
+            generate(model, more, use_cache=False, max_new_tokens=5),
+        )
