@@ -18,6 +18,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from torch_uma.errors import GradientError, SequenceError
 from torch_uma.integrations.transformers.chosen import attend_blocks, hide_others, with_choice
 from torch_uma.integrations.transformers.reading import Reading, Scores, find
+from torch_uma.integrations.transformers.versions import chooses_keys
 
 NAME = "torch_uma"
 
@@ -35,11 +36,6 @@ def text_config_of(source: Any) -> PreTrainedConfig | None:
 def is_used(config: PreTrainedConfig | None) -> bool:
     """Whether layers of this text config attend by this implementation."""
     return config is not None and config._attn_implementation == NAME
-
-
-def chooses(config: PreTrainedConfig | None) -> bool:
-    """Whether layers of this text config choose keys among those that their mask shows."""
-    return "indexed_attention" in (getattr(config, "layer_types", None) or ())
 
 
 def register() -> None:
@@ -67,7 +63,7 @@ def mask(
     all in front, bool [rows, 1, 1, tokens]. Otherwise, and where the model chooses among the keys that are shown, the
     mask of "sdpa", and None in a trace. May synchronise.
     """
-    is_plain = not use_vmap and (allow_is_causal_skip or (q_length == 1 and not chooses(kwargs.get("config"))))
+    is_plain = not use_vmap and (allow_is_causal_skip or (q_length == 1 and not chooses_keys(kwargs.get("config"))))
     in_place = isinstance(kv_length, InPlace) or torch.compiler.is_compiling()
     if not in_place or not is_plain:
         other: Tensor | None = sdpa_mask(

@@ -33,7 +33,7 @@ from torch_uma.integrations.transformers.places import StepPlaces
 from torch_uma.integrations.transformers.rows import CacheRows
 from torch_uma.integrations.transformers.sizing import plan_for
 from torch_uma.integrations.transformers.steps import OwnSteps
-from torch_uma.integrations.transformers.stores import INDEX_KEY
+from torch_uma.integrations.transformers.stores import parts_of_memory
 from torch_uma.integrations.transformers.taking import TakingPlaces, TakingSteps
 from torch_uma.integrations.transformers.versions import asks_to_compile, asks_to_sample, text_of_prefill
 from torch_uma.layout import Chunk, Layer, Row, State, Window
@@ -142,6 +142,11 @@ class UnifiedCache(Cache):
     def _of_multi_step(cls, multi: MultiStep) -> UnifiedCache:
         """The cache of a multi-step; SequenceError for a model that has states or does not attend in the arena."""
         config = _config_of(multi.pool)
+        if _has_index(multi.pool.plan.layers):
+            raise SequenceError(
+                "a model that chooses its keys by index keys asks how many there are, which nobody knows on the host "
+                "during a multi-step; take its steps one by one"
+            )
         if not is_used(config):
             raise SequenceError(
                 f"between the steps of a multi-step only attention by {NAME!r} can follow; make the pool of the model, "
@@ -157,9 +162,12 @@ class UnifiedCache(Cache):
         """SequenceError if the model cannot tell apart sequences with so many new tokens, packed into one batch row."""
         state = next((subpool.name for subpool in pool.plan.subpools if subpool.is_state), None)
         config = _config_of(pool)
-        if state is None and is_used(config):
+        has_index = _has_index(pool.plan.layers)
+        if state is None and not has_index and is_used(config):
             return
-        if state is not None:
+        if has_index:
+            why, remedy = "layers with index keys would choose among the keys of all of them", ""
+        elif state is not None:
             why, remedy = f"layers with a {state!r} would carry it from one into the next", ""
         elif config is None:
             why, remedy = "the pool was made of no model, or it is gone", "make the pool of the model, or "
@@ -178,10 +186,9 @@ class UnifiedCache(Cache):
         Cache.__init__(self, layers=list(make_layers(layers, self._steps)))
         self._declared = layers
         self._prompt: torch.Tensor | None = None  # what `generate()` began with, of a model that has states alone
-        has_index = any(row.name == INDEX_KEY for layer in layers for memory in layer.memories for row in memory.rows)
+        self._has_index = _has_index(layers)
         # Models with states beside index keys, as qwen4_exp and glm5_next, read numbers back to group what they choose.
-        self._is_eager = has_index and any(self.is_linear)
-        self._chooses = has_index
+        self._is_eager = self._has_index and any(self.is_linear)
         self._may_be_fixed = not self._is_eager and not any(
             isinstance(memory.lifetime, Chunk) or memory.lifetime == Window(1)
             for layer in layers
@@ -223,7 +230,7 @@ class UnifiedCache(Cache):
         recording of an assisted `generate()` ends with the question of one that is not. OutOfMemory.
         """
         steps = self._steps
-        if self._is_eager or (self._chooses and steps.in_place):  # which reads no index keys of a fixed size
+        if self._is_eager or (self._has_index and steps.in_place):  # which reads no index keys of a fixed size
             return False
         if isinstance(steps, OwnSteps) and not torch.compiler.is_compiling():
             if steps.is_recording and asks_to_sample():
@@ -473,6 +480,11 @@ def _config_of(pool: CachePool) -> PreTrainedConfig | None:
 def _stores_tokens(layers: Sequence[Layer]) -> bool:
     """Whether any layer stores something for attention."""
     return any(not isinstance(memory.lifetime, State) for layer in layers for memory in layer.memories)
+
+
+def _has_index(layers: Sequence[Layer]) -> bool:
+    """Whether any layer chooses keys by index keys."""
+    return any("index" in parts_of_memory(memory) for layer in layers for memory in layer.memories)
 
 
 def _check_made_for(pool: CachePool, model_or_config: Any) -> None:

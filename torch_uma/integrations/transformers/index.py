@@ -75,14 +75,23 @@ class IndexKeys:
 
     def _update(self, index_keys: Tensor) -> Tensor:
         check_no_gradients(index_keys)
+        if torch.compiler.is_compiling() and self._steps.in_place:
+            raise SequenceError(
+                f"layer {self._layer} chooses among all keys, whose number changes from step to step, while attention "
+                "by 'torch_uma' compiles without it; compile with 'sdpa' or 'eager'"
+            )
         num_new_tokens = index_keys.shape[2]
         places = self._steps.enter(self._layer, "index", num_new_tokens=num_new_tokens, like=index_keys)
         assert places is not None
         stores = places.stores[self._layer]
         assert stores.index is not None
         check_stored(stores.index, (index_keys,))
-        if stores.positions is not None:
-            assert self._position_ids is not None
+        if (stores.positions is None) != (self._position_ids is None):
+            raise SequenceError(
+                f"layer {self._layer} {'gives no' if self._position_ids is None else 'gives'} positions with its index "
+                "keys, other than the pool was made for; use a pool that was made of this model"
+            )
+        if stores.positions is not None and self._position_ids is not None:
             new = self._position_ids[..., -num_new_tokens:].expand(-1, places.batch_size, -1)
             where = places.tokens[stores.positions.subpool.index]
             write(places.arena, stores.positions, where.write, (new.permute(1, 2, 0).unsqueeze(1),))

@@ -369,6 +369,10 @@ def make_layers(layers: Iterable[Layer], steps: Steps) -> list[CacheLayer]:
                 check_served(index, memory)
                 lifetime = memory.lifetime
                 has_index = any(row.name == INDEX_KEY for row in memory.rows)
+        if number_of_states and has_index:
+            raise PlanError(
+                f"layer {index} stores index keys beside states; UnifiedCache serves them in layers of each"
+            )
         if number_of_states and lifetime is not None:
             made.append(HybridLayer(index, number_of_states, lifetime, steps, layer.restarted_by))
         elif number_of_states:

@@ -20,13 +20,21 @@ except ImportError:  # before 5.23
         is_sliding = False
 
 
+_CHOOSING = ("indexed_attention", "deepseek_sparse_attention")  # its name before 5.20
+
+
+def chooses_keys(config: PreTrainedConfig | None) -> bool:
+    """Whether layers of this text config choose single keys among those that their mask shows."""
+    return any(kind in _CHOOSING for kind in getattr(config, "layer_types", None) or ())
+
+
 def layer_kinds(config: PreTrainedConfig) -> tuple[list[str], list[dict[str, Any]]]:
     """For each layer transformers' name for its kind, and the options of its cache layer."""
     kinds, options = cache_utils.get_layer_types_and_kwargs(config)
     if isinstance(options, dict):  # before 5.21 all layers had the same, and those that share were left out
         kinds += ["dummy"] * (config.num_hidden_layers - len(kinds))
         options = [options] * len(kinds)
-    return kinds, options
+    return [_CHOOSING[0] if kind in _CHOOSING else kind for kind in kinds], options
 
 
 def layer_configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
