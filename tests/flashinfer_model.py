@@ -120,8 +120,12 @@ def attended(
     v_scale: float = 1.0,
     sinks: Tensor | None = None,
     reads_all: bool = False,
+    reads_tails: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Attention by page list, [pages, page_size, heads, dim] views; `reads_all` multiplies hidden values by 0."""
+    """Attention by page list, [pages, page_size, heads, dim] views.
+
+    `reads_all` multiplies hidden values by 0, `reads_tails` those behind the last token in its page.
+    """
     assert int(indices.min()) >= 0 and int(indices.max()) < views[0].shape[0]
     out = query.new_zeros((*query.shape[:2], views[1].shape[-1]), dtype=torch.float64)
     lse = torch.full(query.shape[:2], -math.inf, dtype=torch.float64)
@@ -148,6 +152,9 @@ def attended(
             if not reads_all:
                 value = value.masked_fill(~seen[:, None, None], 0.0)
             out[token] = torch.einsum("hn,nhd->hd", weights, value) * v_scale
+            if reads_tails:
+                tail = view_of(views[1], pages, len(pages) * views[1].shape[1], group)[length:]
+                out[token] += 0.0 * tail.sum(0)
             lse[token] = sums / math.log(2)
             value = view_of(views[1], pages, length, group)
     return out.to(query.dtype), lse.float()
@@ -205,6 +212,7 @@ def by_tables(log: list[tuple[Any, ...]], name: str) -> Any:
             scale=bmm1_scale,
             v_scale=bmm2_scale,
             sinks=None if sinks is None else sinks.flatten(),
+            reads_tails=name.startswith("trtllm") or kv_cache[0].dtype.itemsize == 1,
         )
         return (out, lse) if return_lse else out
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from flashinfer_model import (
@@ -297,6 +298,38 @@ def test_drafts_are_seen_by_those_behind_them_alone(most_new_tokens):
     with pytest.raises(PlanError, match=f"3 new tokens in a graph that was made for {most_new_tokens + 2}"):
         runner.plan(plan_call(step, 0, question, form="xqa_drafts", num_rows=3))
     step.abort()
+
+
+@pytest.mark.parametrize(
+    ("form", "dtype"), [("xqa_decode", torch.float8_e4m3fn), ("trtllm_decode", torch.bfloat16)], ids=str
+)
+def test_what_lies_behind_the_last_token_is_cleared_where_pages_are_read_whole(form, dtype):
+    """Once for a page, and nothing else: it is NaN in a page that is fresh, whose bytes were of another kind."""
+    pool = make_pool(memory(Full(), kv(2, 128, dtype)), page_size=16)
+    sequences = pool.add_many([0, 0, 0])
+    run_steps(pool, sequences, [20, 31, 5], random.Random(0))
+    capability = BLACKWELL if form.startswith("trtllm") else HOPPER
+    question = question_of(
+        pool.plan, 0, num_heads=4, dtype=torch.bfloat16, scale=0.1, capability=capability, k_scale=1.0
+    )
+    runner = Runner(pool, library=stand_in()[0], workspace_bytes=64)
+    (subpool,) = (subpool for subpool in pool.plan.subpools if not subpool.is_state)
+    entries = pool.arena.pages(subpool).view(-1, subpool.entry_bytes)
+    cleared = []
+    for _ in range(3):
+        step = pool.begin(sequences, 1)
+        write(step, torch.Generator().manual_seed(0))
+        before = entries.clone()
+        call = plan_call(step, 0, question, form=form)
+        query = queries(question, 3, random.Random(1))
+        runner.plan(call)
+        changed = (before != entries).any(1).nonzero().flatten().tolist()
+        assert set(changed) <= set(call.pages.tails(np.arange(3)).tolist())
+        cleared.append(len(changed))
+        check_same(runner.run(call, query), reference(step, 0, question, query))
+        step.commit()
+    assert cleared == [11 + 0 + 10, 15, 0], "behind 21, 32 and 6 tokens; then in a third page of row 1"
+    pool.check()
 
 
 def test_what_keeps_counters_has_a_workspace_of_its_own():

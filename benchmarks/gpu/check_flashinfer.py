@@ -30,6 +30,7 @@ SECTION = "FlashInfer"
 COMPILES_S = 90  # what a form takes at first, about
 LENGTHS = (5, 150, 33)
 TOLERANCE = 2e-2
+FP8_TOLERANCE = 0.2  # where queries and weights become fp8 too, as in XQA's on a Hopper
 PAGE_SIZE = 16
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 
@@ -55,6 +56,11 @@ class Case:
         if max(self.num_new_tokens) > 1:
             said.append(f"new tokens {self.num_new_tokens}")
         return ", ".join(said)
+
+    @property
+    def tolerance(self) -> float:
+        """How far results may lie apart, absolutely and relatively."""
+        return FP8_TOLERANCE if self.form.startswith("xqa") and self.dtype == E4M3 else TOLERANCE
 
     @property
     def layer(self) -> Layer:
@@ -131,7 +137,8 @@ def check_case(device: Device, case: Case, library: Library | None = None) -> No
         query, sinks = random_query(pool, asked, sum(case.num_new_tokens))
         runner = Runner(pool, library=library)
         runner.plan(call)
-        assert_same(runner.run(call, query, sinks=sinks), reference(step, asked, query, sinks, case.num_new_tokens))
+        found = runner.run(call, query, sinks=sinks)
+        assert_same(found, reference(step, asked, query, sinks, case.num_new_tokens), case.tolerance)
         step.abort()
         for sequence in sequences:
             sequence.free()
@@ -162,7 +169,7 @@ def check_graph(device: Device, case: Case, library: Library | None = None) -> N
             out.fill_(math.nan)
             replay()
             expected = reference(step, asked, query[:-1], None, case.num_new_tokens)
-            assert_same((out[:-1], None), expected)
+            assert_same((out[:-1], None), expected, case.tolerance)
             assert not out[-1].any(), "padding reads zeros"
             step.commit()
         for sequence in sequences:
@@ -254,8 +261,8 @@ def reference(
     return found
 
 
-def assert_same(found: tuple[Tensor, Tensor | None], expected: tuple[Tensor, Tensor]) -> None:
+def assert_same(found: tuple[Tensor, Tensor | None], expected: tuple[Tensor, Tensor], tolerance: float) -> None:
     """Attention, and log-sum-exps where the form gives them."""
-    torch.testing.assert_close(found[0].float(), expected[0].float(), atol=TOLERANCE, rtol=TOLERANCE)
+    torch.testing.assert_close(found[0].float(), expected[0].float(), atol=tolerance, rtol=tolerance)
     if found[1] is not None:
-        torch.testing.assert_close(found[1].float(), expected[1].float(), atol=TOLERANCE, rtol=TOLERANCE)
+        torch.testing.assert_close(found[1].float(), expected[1].float(), atol=tolerance, rtol=tolerance)

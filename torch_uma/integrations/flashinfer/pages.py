@@ -43,6 +43,7 @@ class Pages:
         indices: [pages] physical pages.
         lengths: [R], tokens from the first of a row's pages on.
         last_page_len: [R], entries of a row's last page that are in use.
+        last_ids: [num_rows] int64 in an array, the virtual ids of these pages.
     """
 
     num_rows: int
@@ -52,6 +53,7 @@ class Pages:
     indices: Tensor
     lengths: Tensor
     last_page_len: Tensor
+    last_ids: Int64Array
 
     @cached_property
     def num_tokens(self) -> int:
@@ -88,6 +90,12 @@ class Pages:
         masks = (1 << seen.clip(0, 32)) - 1
         return torch.from_numpy(masks.astype(np.uint32).view(np.uint16))
 
+    def tails(self, rows: Int64Array) -> Int64Array:
+        """Physical entries behind the tokens of these rows, in the last page of each."""
+        last_pages = self.indices.numpy()[self.indptr.numpy()[rows + 1] - 1].astype(np.int64)
+        used = self.last_page_len.numpy()[rows].astype(np.int64)
+        return spread(last_pages * self.page_size + used, self.page_size - used)
+
     def append(self, num_tokens: int | None = None) -> Append:
         """What FlashInfer's append functions take for the new tokens of all rows, `num_tokens` with padding.
 
@@ -120,6 +128,7 @@ class Pages:
             indices=self.indices.pin_memory(),
             lengths=self.lengths.pin_memory(),
             last_page_len=self.last_page_len.pin_memory(),
+            last_ids=self.last_ids,
         )
 
 
@@ -169,6 +178,7 @@ def pages_of(step: Step, subpool: SubPool, *, num_rows: int | None = None) -> Pa
             "arena, as torch.ops.torch_uma.attend does with new_key"
         )
     indices = books.allocator.v2p[ids]
+    last_ids = ids[num_pages.cumsum() - 1].astype(np.int64)
     lengths = new - first * size
     num_padded = 0 if num_rows is None else _count(num_rows, "num_rows of a graph") - len(past)
     if num_padded < 0:
@@ -188,6 +198,7 @@ def pages_of(step: Step, subpool: SubPool, *, num_rows: int | None = None) -> Pa
         indices=_int32(indices),
         lengths=_int32(lengths),
         last_page_len=_int32((lengths - 1) % size + 1),
+        last_ids=last_ids,
     )
     return pages.pinned() if pool.device.type == "cuda" else pages
 

@@ -11,13 +11,15 @@ import math
 import weakref
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from torch_uma.arena import staged
 from torch_uma.counts import whole
 from torch_uma.errors import PlanError
 from torch_uma.integrations.flashinfer.calls import Call
-from torch_uma.integrations.flashinfer.forms import FUNCTIONS, Question
+from torch_uma.integrations.flashinfer.forms import FUNCTIONS, Question, reads_tails
 from torch_uma.integrations.flashinfer.library import Library, load
 from torch_uma.integrations.flashinfer.pages import Pages
 from torch_uma.integrations.flashinfer.storage import clear_sink
@@ -72,6 +74,8 @@ class Runner:
     def plan(self, call: Call) -> None:
         """Plan a call, unless a layer with the same plan and pages has been; PlanError while a graph is captured.
 
+        Where a form reads pages whole, entries behind the last tokens are cleared first, so that none is NaN.
+
         Waits only for the copy of an earlier plan by the same wrapper, which has mostly passed.
         """
         if self.is_planned(call):
@@ -79,6 +83,8 @@ class Runner:
         self._check_not_captured()
         if call.form in FUNCTIONS:
             key = self._table_key(call)
+            if reads_tails(call.form, call.question):
+                self._clear_tails(call)
             self._tables[key] = (call.pages, self._tables_of(call, key, self._tables.get(key)))
             return
         ring = self._rings.setdefault((call.form, call.question.shared), _Ring(1 if self.num_rows is not None else 2))
@@ -143,6 +149,16 @@ class Runner:
             seen = geometry.lifetime.num_tokens + call.question.most_new_tokens - 1
             return min(columns, (seen + geometry.page_size - 2) // geometry.page_size + 1)
         return columns
+
+    def _clear_tails(self, call: Call) -> None:
+        """Clear what lies behind the last token of each row in its page, once for a page: it may be NaN."""
+        books, pages = self.pool.sequences, call.pages
+        rows = np.flatnonzero(~books.is_clear[pages.last_ids])
+        if len(rows):
+            subpool = self.pool.plan.subpools[call.question.geometry.subpool]
+            entries = self.pool.arena.pages(subpool).view(-1, subpool.entry_bytes)
+            entries.index_fill_(0, staged(pages.tails(rows), entries.device), 0)
+            books.is_clear[pages.last_ids[rows]] = True
 
     def _table_key(self, call: Call) -> tuple[int, int | None, int]:
         """What tables depend on: the sub-pool, the columns that a graph needs, and the queries of a row in masks."""

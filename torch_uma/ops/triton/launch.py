@@ -17,10 +17,6 @@ from torch import Tensor
 # Programs for each multiprocessor, at most: with 4 or 8 warps each they hide the latency of memory, and they loop.
 _PROGRAMS_PER_MULTIPROCESSOR = 8
 
-# Registers of a thread, at most. None of the kernels needs as many: an assembler that is told no limit sets one of its
-# own, so that more programs fit, and some of them, CUDA 13's for sm_100, rather spill than pass it.
-_MOST_REGISTERS = 128
-
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
@@ -45,6 +41,7 @@ class Launch:
         arguments: by position, tensors among them.
         constants: by name, those that a kernel is compiled for.
         num_warps: of each program.
+        most_registers: of each thread; None leaves it to the assembler, which may spill so that more programs fit.
     """
 
     kernel: Any
@@ -52,12 +49,14 @@ class Launch:
     arguments: tuple[Any, ...]
     constants: Mapping[str, Any]
     num_warps: int = 4
+    most_registers: int | None = None
 
     @property
     def options(self) -> dict[str, Any]:
         """What the kernel takes by name. As in torch, products are rounded before a sum, and assertions are made."""
         as_torch = {"enable_fp_fusion": False, "debug": True, "sanitize_overflow": False}
-        limits = {} if torch.version.hip else {"maxnreg": _MOST_REGISTERS}  # which AMD's compiler does not know
+        is_limited = self.most_registers is not None and not torch.version.hip  # whose compiler knows no such option
+        limits = {"maxnreg": self.most_registers} if is_limited else {}
         return {**self.constants, **as_torch, **limits, "num_warps": self.num_warps}
 
     def run(self, tensor: Tensor) -> None:
