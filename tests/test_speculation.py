@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from models import CONFIGS, build
-from tiny_models import WINDOW, assert_same_tokens
+from tiny_models import PAD, WINDOW, assert_same_tokens
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.cache_utils import DynamicCache
 from transformers.generation import utils
@@ -176,7 +176,7 @@ def test_tokens_are_those_of_greedy_decoding(
 def test_an_arena_that_was_sized_for_the_batch_is_enough(name: str, truth: list[torch.Tensor], tally: Tally) -> None:
     for attention in ("eager", "torch_uma"):
         model = model_of(name, attention)
-        truth[:] = [greedy(name)]
+        truth[:] = [generate(model_of(name), prompt(), max_new_tokens=NUM_NEW + 20)]  # candidates go beyond the end
         for way in ways_of(name):
             cache = torch_uma.UnifiedCache(model, max_tokens=PROMPT_TOKENS + NUM_NEW)
             tokens = generate(model, prompt(), cache=cache, prompt_lookup_num_tokens=9, **way)
@@ -235,6 +235,44 @@ def test_a_criterion_stops_within_candidates(name: str, truth: list[torch.Tensor
     expected = generate(model, prompt(), eos_token_id=end)
     tokens = generate(model, prompt(), cache=poisoned(model), eos_token_id=end, **options)
     assert torch.equal(tokens, expected)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "qwen3_next"])
+def test_prompts_come_in_pieces_padded_or_as_embeddings(name: str, truth: list[torch.Tensor], tally: Tally) -> None:
+    model = model_of(name)
+    options = {"prompt_lookup_num_tokens": 4, "custom_generate": torch_uma.speculate}
+    truth[:] = [greedy(name)]
+    tokens = generate(model, prompt(), cache=poisoned(model), prefill_chunk_size=8, **options)
+    assert_same_tokens(model, tokens, greedy(name), torch.ones_like(prompt()))
+    padded: dict[str, Any] = {
+        "input_ids": torch.cat([torch.full((1, 5), PAD), prompt()], dim=1),
+        "attention_mask": torch.cat([torch.zeros(1, 5).long(), torch.ones_like(prompt())], dim=1),
+        "max_new_tokens": NUM_NEW,
+        "do_sample": False,
+    }
+    truth[:] = [model.generate(**padded)]
+    assert torch.equal(model.generate(**padded, cache=poisoned(model), **options), truth[0])
+    embeddings: dict[str, Any] = {"inputs_embeds": model.get_input_embeddings()(prompt()), "max_new_tokens": NUM_NEW}
+    truth[:] = [model.generate(**embeddings, do_sample=False)]
+    assert torch.equal(truth[0], greedy(name)[:, PROMPT_TOKENS:])
+    tokens = model.generate(**embeddings, do_sample=False, cache=poisoned(model), **options)
+    assert torch.equal(tokens, truth[0])
+    assert tally.kept and tally.refused
+
+
+def test_a_model_of_states_alone_goes_on_with_new_text(truth: list[torch.Tensor], tally: Tally) -> None:
+    model = model_of("mamba2")
+    turns: list[list[torch.Tensor]] = []
+    for options in ({}, {"prompt_lookup_num_tokens": 4, "custom_generate": torch_uma.speculate}):
+        cache = poisoned(model)
+        truth[:] = turns[0] if turns else truth
+        first = generate(model, prompt(), cache=cache, **options)
+        new = torch.cat([first[:, -1:], prompt(6, seed=8)], dim=1)
+        truth[:] = turns[0][1:] if turns else truth
+        turns.append([first, generate(model, new, cache=cache, **options)])
+        assert cache.get_seq_length() == PROMPT_TOKENS + 2 * NUM_NEW + 5
+    assert torch.equal(turns[0][0], turns[1][0]) and torch.equal(turns[0][1], turns[1][1])
+    assert tally.kept and tally.refused
 
 
 def test_scores_and_logits_are_those_of_each_token(truth: list[torch.Tensor]) -> None:

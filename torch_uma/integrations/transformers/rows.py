@@ -55,7 +55,7 @@ class CacheRows:
         self._room_tokens = 0
         self._window_tokens = 0  # rows of so many tokens have a run for their windows, or cannot have one
         self._is_roomy = False
-        self._past_tokens = 0  # that the pool was sized for
+        self._past_tokens = self._sized_tokens = 0  # for which the pool was sized
         self._num_sized_for: int | None = None  # rows, if the pool was made for so many of `max_tokens`
 
     def __len__(self) -> int:
@@ -70,7 +70,8 @@ class CacheRows:
         """Makes `num_rows` empty rows where there are none, and the pool if there is none. All of them or none."""
         assert not self.sequences
         if self.pool is None:
-            self._past_tokens = self._recorded_tokens(self.max_tokens or 0)
+            self._sized_tokens = self.max_tokens or 0
+            self._past_tokens = self._recorded_tokens(self._sized_tokens)
             self.pool = self._make_pool(num_rows, device, self.max_tokens, False, self._past_tokens)
             self._num_sized_for = None if self.max_tokens is None else num_rows
         if self.pool.closed:
@@ -272,27 +273,28 @@ class CacheRows:
     def _may_move_out(self, num_tokens: int, num_new_tokens: int) -> bool:
         """Whether a roomier pool would do: this one has no room to read a window and leave another in one step.
 
-        Or none for the past, or for speculative tokens beyond the last one that is expected.
+        Or none for the past that is to be kept, or for speculative tokens beyond the last one that is expected.
         """
         past_tokens = self._recorded_tokens(num_new_tokens)
-        if self.max_tokens is None or num_tokens - past_tokens > self.max_tokens or num_new_tokens == 1:
+        if self.max_tokens is None or num_tokens - past_tokens > self.max_tokens or self._num_sized_for != len(self):
             return False
-        is_settled = self.recording is None or self.recording.length == self.length
-        return (
-            is_settled and self._num_sized_for == len(self) and (not self._is_roomy or past_tokens > self._past_tokens)
-        )
+        if self.recording is not None and self.recording.length < self.length:  # what it has kept would be lost
+            return False
+        is_roomier = num_new_tokens > 1 and not self._is_roomy
+        return is_roomier or past_tokens > self._past_tokens or num_tokens > self._sized_tokens
 
     def _move_out(self, num_tokens: int, num_new_tokens: int) -> None:
-        assert self.pool is not None and self.max_tokens is not None
-        past_tokens = self._recorded_tokens(num_new_tokens)
-        longest = max(self.max_tokens, num_tokens)
-        pool = self._make_pool(len(self), self.pool.device, longest, True, past_tokens)
+        assert self.pool is not None
+        self._is_roomy = True
+        self._past_tokens = max(self._past_tokens, self._recorded_tokens(num_new_tokens))
+        self._sized_tokens = max(self._sized_tokens, num_tokens)
+        pool = self._make_pool(len(self), self.pool.device, self._sized_tokens, True, self._past_tokens)
         sequences = transplant(self.sequences, pool)
         length = self.length
         self.free()
         if self.recording is not None:
             self.recording.length = length
-        self.pool, self._is_roomy, self._past_tokens = pool, True, past_tokens
+        self.pool = pool
         self._hold(sequences)
         self._room_tokens = self._window_tokens = 0
 

@@ -16,6 +16,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from torch_uma.counts import whole
 from torch_uma.errors import PlanError, SequenceError
 from torch_uma.integrations.transformers.cache import UnifiedCache
+from torch_uma.integrations.transformers.versions import CACHE
 
 _MOST_PENDING = 8
 """So many tokens may wait to be run again; then they are run without candidates, which nothing can take back."""
@@ -44,7 +45,7 @@ def speculate(
     Synchronises with the device. PlanError for arguments that do not go together, SequenceError for another batch;
     OutOfMemory.
     """
-    cache_name, cache = _cache_of(model_kwargs)
+    cache = _cache_of(model_kwargs)
     if input_ids.shape[0] != 1:
         raise SequenceError(
             f"speculation is for one sequence, and this batch has {input_ids.shape[0]}; call generate() for each, or "
@@ -77,16 +78,17 @@ def speculate(
     else:
         _check_assistant(model, assistant, assistant_cache)
         # It is first asked behind the token that the prompt gives.
-        kwargs = model._update_model_kwargs_for_generation({}, dict(model_kwargs))
+        kwargs = {name: value for name, value in model_kwargs.items() if value is not cache}
+        kwargs = model._update_model_kwargs_for_generation({}, kwargs)
         generator = AssistedCandidateGenerator(
             input_ids, assistant, generation_config, kwargs, logits_processor=logits_processor
         )
         if assistant_cache is not None:
             assistant_cache.reset()
             assistant_cache.activate_past_recording()
-            generator.assistant_kwargs[cache_name] = assistant_cache
+            generator.assistant_kwargs[CACHE] = assistant_cache
     run = _Run(model, cache, input_ids, generation_config, model_kwargs)
-    return run.decode(generator, logits_processor, stopping_criteria, cache_name)
+    return run.decode(generator, logits_processor, stopping_criteria)
 
 
 class _Run:
@@ -103,7 +105,7 @@ class _Run:
         self._offset = 0
         self._fed_tokens = 0
 
-    def decode(self, generator: Any, logits_processor: Any, stopping_criteria: Any, cache_name: str) -> Any:
+    def decode(self, generator: Any, logits_processor: Any, stopping_criteria: Any) -> Any:
         """Generates until a criterion stops it, and returns what `generate()` returns."""
         ids = drafted = self._input_ids
         logits = self._prefill()
@@ -144,7 +146,7 @@ class _Run:
             sequences=ids,
             scores=tuple(all_scores) if self._config.output_scores else None,
             logits=tuple(all_logits) if self._config.output_logits else None,
-            **{cache_name: self._cache},
+            **{CACHE: self._cache},
         )
 
     def _prefill(self) -> torch.Tensor:
@@ -191,11 +193,11 @@ class _Run:
         return torch.multinomial(scores[0].softmax(dim=-1), num_samples=1).T
 
 
-def _cache_of(model_kwargs: dict[str, Any]) -> tuple[str, UnifiedCache]:
-    """The cache, and what this version of transformers calls it."""
-    for name, value in model_kwargs.items():
+def _cache_of(model_kwargs: dict[str, Any]) -> UnifiedCache:
+    """The cache, whatever this model calls it in this version of transformers."""
+    for value in model_kwargs.values():
         if isinstance(value, UnifiedCache) and model_kwargs.get("use_cache", True):
-            return name, value
+            return value
     raise PlanError("speculation takes back what a cache holds; give generate() cache=torch_uma.UnifiedCache(model)")
 
 

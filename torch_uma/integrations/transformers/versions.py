@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from types import FrameType
 from typing import Any
@@ -20,6 +21,9 @@ except ImportError:  # before 5.23
         is_sliding = False
 
 
+_PARAMETERS = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+CACHE = "cache" if "cache" in _PARAMETERS else "past_key_values"  # before 5.24
+"""What `generate()` calls a cache in what it returns, and its candidate generators in what they give an assistant."""
 _CHOOSING = ("indexed_attention", "deepseek_sparse_attention")  # its name before 5.20
 
 
