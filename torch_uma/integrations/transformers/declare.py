@@ -8,7 +8,6 @@ the only file that knows the names in transformers' configs.
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -28,7 +27,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from torch_uma.errors import PlanError
-from torch_uma.integrations.transformers.versions import layer_configs, layer_kinds
+from torch_uma.integrations.transformers.versions import cache_argument, layer_configs, layer_kinds
 from torch_uma.layout import Chunk, Full, Layer, Lifetime, Memory, Row, State, Window
 
 _ATTENTION_KINDS: dict[str, Callable[..., Lifetime]] = {
@@ -40,7 +39,6 @@ _ATTENTION_KINDS: dict[str, Callable[..., Lifetime]] = {
     "chunked_attention": Chunk,
 }
 _OTHER_KINDS = ("linear_attention", "conv", "dummy")
-_CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
 _NUM_TOKENS = 3
 
 
@@ -156,8 +154,7 @@ def _first_argument(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> t
 
 def _run(decoder: Any, config: PreTrainedConfig, kinds: list[str], lifetimes: list[Lifetime | None]) -> DynamicCache:
     """The cache after a first forward; its layers carry `kind`, `lifetime` and `latent_width`."""
-    parameters = inspect.signature(decoder.forward).parameters
-    argument = next((name for name in _CACHE_ARGUMENTS if name in parameters), None)
+    argument = cache_argument(decoder.forward)
     if argument is None:
         raise PlanError(f"{config.model_type} takes no cache: it keeps what it remembers elsewhere")
     cache = _FirstForward(config=config)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -18,6 +20,15 @@ except ImportError:  # before 5.23
 
         is_compileable = is_croppable = True
         is_sliding = False
+
+
+_CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")  # the latter two before 5.24
+
+
+def cache_argument(forward: Callable[..., Any]) -> str | None:
+    """The name under which a model's forward takes a cache; None if it takes none."""
+    parameters = inspect.signature(forward).parameters
+    return next((name for name in _CACHE_ARGUMENTS if name in parameters), None)
 
 
 def layer_kinds(config: PreTrainedConfig) -> tuple[list[str], list[dict[str, Any]]]:
