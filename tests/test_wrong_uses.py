@@ -92,6 +92,32 @@ def test_a_pool_of_another_dtype_is_refused_and_named(name: str, attention: str)
     assert_all_free(pool)
 
 
+@pytest.mark.parametrize("attention", ["eager", "torch_uma"])
+@pytest.mark.parametrize("name", ["mistral", "gpt_oss"])
+def test_a_cache_of_another_window_names_both(name: str, attention: str) -> None:
+    model = build(name, attention=attention)
+    config = copy.deepcopy(model.config)
+    config.sliding_window = 8
+    other = type(model)._from_config(config, attn_implementation=attention).eval().requires_grad_(False)
+    other.load_state_dict(model.state_dict())
+    cache = poisoned(model)
+    for _ in range(2):
+        with pytest.raises(torch_uma.PlanError, match=r"sliding_attention.*\b24\b.*\b8\b.*of this model"):
+            generate(other, prompts(LENGTHS), cache=cache)
+        assert_serves(model, cache)
+        cache.reset()
+    assert_serves(other, torch_uma.UnifiedCache(config, memory=MEMORY))
+    with pytest.raises(torch_uma.PlanError, match="another model"):
+        torch_uma.UnifiedCache(other, pool=cache.pool)
+    with (
+        pytest.raises(torch_uma.PlanError, match="sliding_attention"),
+        torch.no_grad(),
+        torch_uma.CachePool(model, memory=MEMORY) as pool,
+        pool.step({pool.add(): 9}) as given,
+    ):
+        other(prompts((9,))["input_ids"], cache=given)
+
+
 def test_autocast_is_no_other_dtype() -> None:
     model = build("llama", attention="sdpa")
     inputs = prompts((9, 30))

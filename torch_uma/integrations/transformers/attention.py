@@ -27,12 +27,6 @@ class InPlace(int):
     """A number of keys that nobody fetches: how masks see that attention will read the arena."""
 
 
-def text_config_of(source: Any) -> PreTrainedConfig | None:
-    """The config that a model's attention layers look at, from the model or its config; None for None."""
-    config = getattr(source, "config", source)
-    return None if config is None else config.get_text_config(decoder=True)
-
-
 def is_used(config: PreTrainedConfig | None) -> bool:
     """Whether layers of this text config attend by this implementation."""
     return config is not None and config._attn_implementation == NAME

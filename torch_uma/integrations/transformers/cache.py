@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 
 from torch_uma.counts import whole
 from torch_uma.errors import PlanError, SequenceError
-from torch_uma.integrations.transformers.attention import NAME, is_used, text_config_of
+from torch_uma.integrations.transformers.attention import NAME, is_used
 from torch_uma.integrations.transformers.given import GivenStep
 from torch_uma.integrations.transformers.layers import (
     AttentionLayer,
@@ -27,7 +27,7 @@ from torch_uma.integrations.transformers.layers import (
     make_layers,
     parts_of,
 )
-from torch_uma.integrations.transformers.origin import Origin
+from torch_uma.integrations.transformers.origin import Origin, text_config_of
 from torch_uma.integrations.transformers.own import Lightning, as_minimax_cache, with_lightning
 from torch_uma.integrations.transformers.places import StepPlaces
 from torch_uma.integrations.transformers.rows import CacheRows
@@ -129,12 +129,13 @@ class UnifiedCache(Cache):
     @classmethod
     def _of_step(cls, step: Step) -> UnifiedCache:
         """The cache of a step that is opened and closed by `pool.step`."""
-        _check_origin(step.pool)
+        origin = _origin_of(step.pool)
+        origin.check(step.pool)
         cache = cls.__new__(cls)
         # States are views: nothing is fetched.
         in_place = not _stores_tokens(step.pool.plan.layers) or is_used(_config_of(step.pool))
         places = StepPlaces(step.pool, step, whole=True, in_place=in_place)
-        cache._steps = GivenStep(places, step.pool)
+        cache._steps = GivenStep(places, step.pool, origin)
         cache._bind(step.pool.plan.layers)
         return cache
 
@@ -514,11 +515,11 @@ def _check_made_for(pool: CachePool, model_or_config: Any) -> None:
     _MADE_FOR[pool] = weakref.ref(model_or_config)
 
 
-def _check_origin(pool: CachePool) -> None:
-    """SequenceError if the model that the pool was made of has moved since the first step; `Origin` says when."""
+def _origin_of(pool: CachePool) -> Origin:
+    """What the pool was made of, as it was at the first step."""
     if pool not in _ORIGINS:
         _ORIGINS[pool] = Origin(None if pool.made_for is None else pool.made_for())
-    _ORIGINS[pool].check(pool)
+    return _ORIGINS[pool]
 
 
 def _rows(layer: Layer) -> list[Row]:

@@ -8,7 +8,6 @@ the only file that knows the names in transformers' configs.
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +30,7 @@ from transformers.models.auto.modeling_auto import (
 from torch_uma.errors import PlanError
 from torch_uma.integrations.transformers.own import LIGHTNING, as_minimax_cache, check_remembers
 from torch_uma.integrations.transformers.restarts import restarting
-from torch_uma.integrations.transformers.versions import layer_configs, layer_kinds
+from torch_uma.integrations.transformers.versions import cache_argument, layer_configs, layer_kinds
 from torch_uma.layout import Chunk, Full, Layer, Lifetime, Memory, Row, State, Window
 
 _ATTENTION_KINDS: dict[str, Callable[..., Lifetime]] = {
@@ -44,7 +43,6 @@ _ATTENTION_KINDS: dict[str, Callable[..., Lifetime]] = {
     "chunked_attention": Chunk,
 }
 _OTHER_KINDS = ("linear_attention", "conv", "dummy")
-_CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
 _NUM_TOKENS = 3
 
 
@@ -177,8 +175,7 @@ def _first_argument(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> t
 
 def _run(decoder: Any, config: PreTrainedConfig, kinds: list[str], lifetimes: list[Lifetime | None]) -> DynamicCache:
     """The cache after first forwards; its layers carry `kind`, `lifetime`, `latent_width` and `restarted_by`."""
-    parameters = inspect.signature(decoder.forward).parameters
-    argument = next((name for name in _CACHE_ARGUMENTS if name in parameters), None)
+    argument = cache_argument(decoder.forward)
     if argument is None:
         raise PlanError(f"{config.model_type} takes no cache: it keeps what it remembers elsewhere")
     cache_class: Any = as_minimax_cache(_FirstForwards) if config.model_type == "minimax" else _FirstForwards

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from torch_uma.errors import SequenceError
+from torch_uma.integrations.transformers.origin import Origin
 from torch_uma.integrations.transformers.places import StepPlaces
 from torch_uma.layout import Lifetime
 
@@ -34,9 +35,10 @@ class GivenStep:
 
     is_recording = False
 
-    def __init__(self, places: StepPlaces, pool: CachePool) -> None:
+    def __init__(self, places: StepPlaces, pool: CachePool, origin: Origin | None = None) -> None:
         self.places = places
         self.pool = pool
+        self._origin = origin  # until its user is known
         self._lacks_inputs = not places.is_even
         self._touches: set[tuple[int, str, bool]] = set()
 
@@ -81,6 +83,9 @@ class GivenStep:
                 f"but the forward has {num_new_tokens}; open another step for them"
             )
         if not torch.compiler.is_compiling():  # what is traced must not depend on what was called before
+            if self._origin is not None:
+                self._origin.check_user()
+                self._origin = None
             self._check_first(layer, name, is_read)
         return self.places
 

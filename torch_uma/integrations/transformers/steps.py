@@ -291,6 +291,7 @@ class OwnSteps:
         _NEWEST[self.pool] = ref(self)
         try:
             if self._origin is not None:
+                self._origin.check_user()
                 self._origin.check(self.pool)
             in_place = self.in_place
             step = self.rows.begin(num_new_tokens, as_views=not in_place)

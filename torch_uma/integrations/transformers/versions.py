@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -21,15 +22,25 @@ except ImportError:  # before 5.23
         is_sliding = False
 
 
-_PARAMETERS = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
-CACHE = "cache" if "cache" in _PARAMETERS else "past_key_values"  # before 5.24
-"""What `generate()` calls a cache in what it returns, and its candidate generators in what they give an assistant."""
 _CHOOSING = ("indexed_attention", "deepseek_sparse_attention")  # its name before 5.20
 
 
 def chooses_keys(config: PreTrainedConfig | None) -> bool:
     """Whether layers of this text config choose single keys among those that their mask shows."""
     return any(kind in _CHOOSING for kind in getattr(config, "layer_types", None) or ())
+
+
+_CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")  # the latter two before 5.24
+
+
+def cache_argument(forward: Callable[..., Any]) -> str | None:
+    """The name under which a model's forward takes a cache; None if it takes none."""
+    parameters = inspect.signature(forward).parameters
+    return next((name for name in _CACHE_ARGUMENTS if name in parameters), None)
+
+
+CACHE = cache_argument(GenerationMixin.prepare_inputs_for_generation) or "past_key_values"
+"""What `generate()` calls a cache in what it returns, and its candidate generators in what they give an assistant."""
 
 
 def layer_kinds(config: PreTrainedConfig) -> tuple[list[str], list[dict[str, Any]]]:
