@@ -74,31 +74,3 @@ def test_it_is_refused_and_the_cache_goes_on(name: str) -> None:
         with pytest.raises(SequenceError, match=name), pool.step(dict.fromkeys(sequences, 2)) as step:
             model(ids[:, 9:], cache=step, **step.inputs())
         assert [sequence.length for sequence in sequences] == [9, 9]
-
-
-@pytest.mark.parametrize("chunk", [None, 1, 4])
-def test_a_model_of_states_alone_goes_on_from_all_its_ids(chunk: int | None) -> None:
-    model, ids = model_of("mamba2"), prompts(2)
-    cache = poisoned(model)
-    for num_more in (5, 1, 3):
-        tokens = generate(model, ids, cache=cache, prefill_chunk_size=chunk)
-        assert torch.equal(tokens, generate(model, ids, use_cache=False))
-        assert cache.get_seq_length() == tokens.shape[1] - 1
-        ids = torch.cat([tokens, prompts(2, num_more)], dim=1)
-    assert all(cache.is_linear)
-
-
-@pytest.mark.parametrize("chunk", [None, 1])
-def test_one_that_forgets_goes_on_by_single_tokens(chunk: int | None) -> None:
-    model, ids = model_of("mamba"), prompts(2)
-    cache = poisoned(model)
-    tokens = generate(model, ids, cache=cache, max_new_tokens=5)
-    more = torch.cat([tokens, prompts(2, 1)], dim=1)
-    if chunk is None:
-        with pytest.raises(SequenceError, match="forget the 15 tokens"):
-            generate(model, more, cache=cache, max_new_tokens=5)
-    else:
-        assert torch.equal(
-            generate(model, more, cache=cache, max_new_tokens=5, prefill_chunk_size=1),
-            generate(model, more, use_cache=False, max_new_tokens=5),
-        )

@@ -127,8 +127,8 @@ class Memory:
 class Layer:
     """One layer of the model: what it stores, or the index of the layer whose memories it uses instead (`shares`).
 
-    A layer with neither stores nothing. `name` is for people. `restarted_by` names the model whose code starts the
-    layer's state anew in every forward of several tokens, whatever it was; "" if it goes on.
+    A layer with neither stores nothing. `name` says of what kind it is. `restarted_by` names the model whose code
+    starts the layer's state anew in every forward of several tokens, whatever it was; "" if it goes on.
     """
 
     memories: tuple[Memory, ...] = ()

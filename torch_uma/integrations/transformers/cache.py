@@ -23,6 +23,7 @@ from torch_uma.integrations.transformers.layers import (
     AttentionLayer,
     HybridLayer,
     IndexedLayer,
+    ReferenceLayer,
     StateLayer,
     make_layers,
     parts_of,
@@ -191,7 +192,7 @@ class UnifiedCache(Cache):
         # Models with states beside index keys, as qwen4_exp and glm5_next, read numbers back to group what they choose.
         self._is_eager = self._has_index and any(self.is_linear)
         self._may_be_fixed = not self._is_eager and not any(
-            isinstance(memory.lifetime, Chunk) or memory.lifetime == Window(1)
+            isinstance(memory.lifetime, Chunk) or memory.lifetime == Window(1) or memory.tokens_per_entry > 1
             for layer in layers
             for memory in layer.memories
         )
@@ -424,6 +425,9 @@ class UnifiedCache(Cache):
         fork._steps = steps.fork()
         fork._bind(self._declared)
         fork._prompt = self._prompt
+        for mine, theirs in zip(fork.layers, self.layers, strict=True):
+            if isinstance(mine, ReferenceLayer) and isinstance(theirs, ReferenceLayer):
+                mine.follow(theirs)
         return fork
 
     def __copy__(self) -> UnifiedCache:

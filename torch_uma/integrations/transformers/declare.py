@@ -28,7 +28,9 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from torch_uma.errors import PlanError
+from torch_uma.integrations.transformers.compressed import memories_of
 from torch_uma.integrations.transformers.own import LIGHTNING, as_minimax_cache, check_remembers
+from torch_uma.integrations.transformers.prompt import REFERENCE
 from torch_uma.integrations.transformers.restarts import restarting
 from torch_uma.integrations.transformers.versions import cache_argument, layer_configs, layer_kinds
 from torch_uma.layout import Chunk, Full, Layer, Lifetime, Memory, Row, State, Window
@@ -38,9 +40,12 @@ _ATTENTION_KINDS: dict[str, Callable[..., Lifetime]] = {
     "indexed_attention": Full,
     "minimax_m3_sparse": Full,
     "hybrid": Full,
+    REFERENCE: Full,
     "sliding_attention": Window,
     "hybrid_sliding": Window,
     "chunked_attention": Chunk,
+    "compressed_sparse_attention": Window,
+    "heavily_compressed_attention": Window,
 }
 _OTHER_KINDS = ("linear_attention", "conv", "dummy")
 _NUM_TOKENS = 3
@@ -86,6 +91,16 @@ class _FirstForwards(DynamicCache):
             return sizes
         return self.num_tokens + query_length, 0
 
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        layer: Any = self.layers[layer_idx]
+        layer.is_single = key_states is value_states
+        updated: tuple[torch.Tensor, torch.Tensor] = super().update(
+            key_states, value_states, layer_idx, *args, **kwargs
+        )
+        return updated
+
     def get_linear_cache(self, layer_idx: int) -> torch.Tensor | None:
         return None
 
@@ -112,7 +127,10 @@ def _kinds(config: PreTrainedConfig) -> tuple[list[str], list[Lifetime | None]]:
     if unknown:
         known = ", ".join([*_ATTENTION_KINDS, *_OTHER_KINDS])
         raise PlanError(f"{config.model_type} has layers of the unknown kinds {unknown}; known are {known}")
-    return kinds, [_lifetime(kind, option.get("sliding_window")) for kind, option in zip(kinds, options, strict=True)]
+    window = getattr(config, "sliding_window", None)  # of kinds whose layers are made of the whole config
+    return kinds, [
+        _lifetime(kind, option.get("sliding_window", window)) for kind, option in zip(kinds, options, strict=True)
+    ]
 
 
 def _lifetime(kind: str, num_tokens: int | None) -> Lifetime | None:
@@ -185,13 +203,15 @@ def _run(decoder: Any, config: PreTrainedConfig, kinds: list[str], lifetimes: li
         # Noted on the layer itself, since looped models append copies of layers.
         layer.kind, layer.lifetime = kind, lifetime
         layer.latent_width = getattr(layer_config, "kv_lora_rank", None)
-    tokens = torch.zeros((1, _NUM_TOKENS), dtype=torch.long, device="meta")
+    # What a layer keeps of the last whole group of tokens shows once there is one.
+    num_tokens = max([_NUM_TOKENS, *(layer.compress_rate for layer in layers if hasattr(layer, "overlap_kv"))])
+    tokens = torch.zeros((1, num_tokens), dtype=torch.long, device="meta")
     # Where a shape depends on values, take them as nonzero.
     assume = fx_config.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]
 
     def forward() -> None:
         decoder(input_ids=tokens, use_cache=True, **{argument: cache})
-        cache.num_tokens += _NUM_TOKENS
+        cache.num_tokens += num_tokens
 
     try:
         with torch.no_grad(), assume:
@@ -215,6 +235,7 @@ def _layer(layer: Any) -> Layer:
     tokens = _token_rows(layer)
     if tokens:
         memories.append(Memory(lifetime=layer.lifetime, rows=tokens))
+    memories += memories_of(layer)
     return Layer(memories=tuple(memories), name=layer.kind, restarted_by=getattr(layer, "restarted_by", ""))
 
 
@@ -229,12 +250,15 @@ def _state_rows(layer: Any) -> tuple[Row, ...]:
 
 def _token_rows(layer: Any) -> tuple[Row, ...]:
     rows = []
-    keys: torch.Tensor | None = getattr(layer, "keys", None)
+    keys: torch.Tensor | None = getattr(layer, "prefill_keys", getattr(layer, "keys", None))
     if keys is not None:
         # An MLA layer stores the compressed latent and the rotary key that all heads share.
         is_latent = tuple(keys.shape[1::2]) == (1, layer.latent_width)
         names = ("latent", "rope_key") if is_latent else ("k", "v")
-        for name, tensor in zip(names, (keys, layer.values), strict=True):
+        # What is both is stored once.
+        values: torch.Tensor = getattr(layer, "prefill_values", layer.values)
+        values = values[..., :0] if layer.is_single else values
+        for name, tensor in zip(names, (keys, values), strict=True):
             rows.append(_row(name, tensor.shape[1::2], tensor.dtype))
     index_keys: torch.Tensor | None = getattr(layer, "indexer_keys", None)
     if index_keys is not None:

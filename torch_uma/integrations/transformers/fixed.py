@@ -69,6 +69,8 @@ def fixed_tokens(step: Step, stores: tuple[Store, ...]) -> dict[tuple[int, str],
         return None
     extents: dict[int, tuple[int, int, Run]] = {}
     for subpool in step.pool.plan.subpools:
+        if subpool.tokens_per_entry > 1:
+            return None
         if not subpool.is_state:
             extent = _extent(step, subpool, past)
             if extent is None:

@@ -14,6 +14,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 
 from torch_uma.errors import PlanError, SequenceError
 from torch_uma.integrations.transformers.attention import NAME, InPlace
+from torch_uma.integrations.transformers.compressed import Groups
 from torch_uma.integrations.transformers.given import GivenStep, in_forward
 from torch_uma.integrations.transformers.index import IndexKeys
 from torch_uma.integrations.transformers.keep import (
@@ -30,10 +31,11 @@ from torch_uma.integrations.transformers.keep import (
     write_all,
 )
 from torch_uma.integrations.transformers.places import StepPlaces
+from torch_uma.integrations.transformers.prompt import REFERENCE, Prompt
 from torch_uma.integrations.transformers.reading import Reading, leave
 from torch_uma.integrations.transformers.recording import is_recurrent
 from torch_uma.integrations.transformers.steps import OwnSteps, Part
-from torch_uma.integrations.transformers.stores import INDEX_KEY, check_served, parts_of_memory
+from torch_uma.integrations.transformers.stores import INDEX_KEY, check_served, groups_of, parts_of_memory
 from torch_uma.integrations.transformers.versions import DummyLayer
 from torch_uma.layout import Chunk, Full, Layer, Lifetime, State, Window
 
@@ -209,6 +211,43 @@ class IndexedLayer(IndexKeys, AttentionLayer):
         return self._steps.length_at(self._layer)
 
 
+class SingleLayer(AttentionLayer):
+    """Keys of one layer that are its values too, and are stored once."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As for keys and values, which it returns as one tensor. PlanError for attention that reads the arena."""
+        if self._steps.in_place:
+            raise PlanError(
+                f"layer {self._layer} stores its keys once, as they are its values too, which attention by {NAME!r} "
+                "does not read; call model.set_attn_implementation('eager')"
+            )
+        keys, _ = super().update(key_states, value_states[..., :0], *args, **kwargs)
+        return keys, keys
+
+
+class CompressedLayer(Groups, SingleLayer):
+    """A layer of compressed attention."""
+
+
+class ReferenceLayer(Prompt, AttentionLayer):
+    """Keys and values of which a query sees those of the prompt and of a window."""
+
+    def __init__(self, layer: int, lifetime: Lifetime, steps: Steps) -> None:
+        super().__init__(layer, lifetime, steps)
+        self._layer_type = REFERENCE  # not of the class, of which transformers would then make its own caches
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As for full attention, whose mask says what is seen."""
+        is_fresh = not self._steps.has_tokens()
+        updated = super().update(key_states, value_states, *args, **kwargs)
+        self.begin(is_fresh, key_states.shape[-2])
+        return updated
+
+
 class LiveStates:
     """`layer.conv_states[i]` for `layer.read("conv", i)`."""
 
@@ -360,15 +399,18 @@ def make_layers(layers: Iterable[Layer], steps: Steps) -> list[CacheLayer]:
     """
     made: list[CacheLayer] = []
     for index, layer in enumerate(layers):
-        number_of_states, has_index = 0, False
+        number_of_states, has_index, is_single, groups = 0, False, False, groups_of(layer)
         lifetime: Lifetime | None = None
         for memory in layer.memories:
+            if groups and not isinstance(memory.lifetime, Window):
+                continue
             if isinstance(memory.lifetime, State):
                 number_of_states = max(1, sum(row.name.startswith("conv") for row in memory.rows))
             else:
                 check_served(index, memory)
                 lifetime = memory.lifetime
                 has_index = any(row.name == INDEX_KEY for row in memory.rows)
+                is_single = memory.rows[-1].name == "v" and memory.rows[-1].num_bytes == 0
         if number_of_states and has_index:
             raise PlanError(
                 f"layer {index} stores index keys beside states; UnifiedCache serves them in layers of each"
@@ -378,7 +420,14 @@ def make_layers(layers: Iterable[Layer], steps: Steps) -> list[CacheLayer]:
         elif number_of_states:
             made.append(StateLayer(index, number_of_states, steps, layer.restarted_by))
         elif lifetime is not None:
-            made.append((IndexedLayer if has_index else AttentionLayer)(index, lifetime, steps))
+            kind: type[AttentionLayer] = AttentionLayer
+            if layer.name == REFERENCE:
+                kind = ReferenceLayer
+            elif groups or is_single:
+                kind = CompressedLayer if groups else SingleLayer
+            elif has_index:
+                kind = IndexedLayer
+            made.append(kind(index, lifetime, steps))
         else:
             made.append(DummyLayer())
         if number_of_states:
@@ -387,13 +436,15 @@ def make_layers(layers: Iterable[Layer], steps: Steps) -> list[CacheLayer]:
 
 
 def parts_of(layers: Iterable[Layer]) -> list[Part]:
-    """Every layer's tokens and index keys, and every row of every layer's state, as far as it stores them."""
-    return [
-        (index, name)
-        for index, layer in enumerate(layers)
-        for memory in layer.memories
-        for name in parts_of_memory(memory)
-    ]
+    """Every layer's tokens, index keys, groups and rows of its state, as far as every forward stores them."""
+    parts: list[Part] = []
+    for index, layer in enumerate(layers):
+        groups = groups_of(layer)
+        for memory in layer.memories:
+            if not groups or isinstance(memory.lifetime, Window):
+                parts += [(index, name) for name in parts_of_memory(memory)]
+        parts += [(index, name) for name in groups]
+    return parts
 
 
 def _row_name(kind: str, state_idx: int) -> str:

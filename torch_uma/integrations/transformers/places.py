@@ -106,7 +106,7 @@ class StepPlaces:
                 self._place_states(subpool)
             else:
                 self.tokens[subpool.index] = self._place_tokens(subpool)
-                if whole and not in_place and self.fixed is None:
+                if whole and not in_place and self.fixed is None and subpool.tokens_per_entry == 1:
                     self.read(subpool)
         for layer, store in enumerate(self.stores):
             if whole and store.state is not None:
@@ -305,7 +305,8 @@ class StepPlaces:
         """Those of the new tokens in a run, without a look at the page tables."""
         first_page, pages_between_rows = run
         first_pages = first_page + pages_between_rows * np.arange(self.num_rows)[:, None]
-        return staged(first_pages * subpool.page_size + self._host_positions, self.arena.device)
+        within = self._host_positions // subpool.tokens_per_entry
+        return staged(first_pages * subpool.page_size + within, self.arena.device)
 
 
 def extent(lifetime: Lifetime, past: Iterable[int], num_new_tokens: int) -> tuple[int, int]:

@@ -29,6 +29,8 @@ INDEX_KEY = "index_key"
 """The row by which a model chooses the keys that it attends to."""
 INDEX_POSITION = "index_position"
 """The row of the positions of index keys, for a model that rotates them when it reads them."""
+COMPRESSOR = "compressor"
+"""The row that stands for a group of tokens, by which such rows are known."""
 
 _MOST_VIEWS = 16  # of one layer's states, for batches that take turns
 
@@ -76,6 +78,14 @@ class StateStore:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GroupStore:
+    """The rows of one layer by name of which a group of tokens has one. Each grid is [pages, page_size, *shape]."""
+
+    subpool: SubPool
+    grids: Tensors
+
+
+@dataclass(frozen=True, kw_only=True)
 class Store:
     """What one layer stores in the arena; a layer that stores nothing has none of it."""
 
@@ -83,6 +93,7 @@ class Store:
     index: TokenStore | None = None
     positions: TokenStore | None = None
     state: StateStore | None = None
+    groups: GroupStore | None = None
 
     @property
     def paged(self) -> dict[str, TokenStore]:
@@ -103,8 +114,20 @@ def stores_of(pool: CachePool) -> tuple[Store, ...]:
     return _STORES[pool.arena]
 
 
+def groups_of(layer: Layer) -> tuple[str, ...]:
+    """The names of the rows of a layer of which a group of tokens has one; none if it has no such."""
+    return next((names for names in map(_groups_in, layer.memories) if names), ())
+
+
+def _groups_in(memory: Memory) -> tuple[str, ...]:
+    names = tuple(row.name for row in memory.rows)
+    return names if isinstance(memory.lifetime, Full) and names[0] == COMPRESSOR else ()
+
+
 def check_served(index: int, memory: Memory) -> None:
     """Raise PlanError if no layer of the cache serves keys and values that are stored so."""
+    if _groups_in(memory):
+        return
     names = [row.name for row in memory.rows]
     has_index = INDEX_KEY in names
     num_others = len([name for name in names if name not in (INDEX_KEY, INDEX_POSITION)])
@@ -136,9 +159,16 @@ def _store(pool: CachePool, layer: int) -> Store:
             check_served(layer, memory)
     paged: dict[str, list[tuple[SubPool, PlacedRow]]] = {"tokens": [], INDEX_KEY: [], INDEX_POSITION: []}
     states: list[tuple[SubPool, PlacedRow]] = []
+    grouped = groups_of(pool.plan.layers[layer])
+    groups: GroupStore | None = None
     for subpool, placed in pool.plan.where(layer):
         name = placed.row.name
-        (states if subpool.is_state else paged[name if name in paged else "tokens"]).append((subpool, placed))
+        if name in grouped:
+            if groups is None:
+                groups = GroupStore(subpool=subpool, grids={})
+            groups.grids[name] = _own(pool.arena.view(subpool, layer, name))
+        else:
+            (states if subpool.is_state else paged[name if name in paged else "tokens"]).append((subpool, placed))
     if states:
         subpool = states[0][0]
         rows = {placed.row.name: placed for _, placed in states}
@@ -152,6 +182,7 @@ def _store(pool: CachePool, layer: int) -> Store:
         index=_token_store(pool, layer, paged[INDEX_KEY]),
         positions=_token_store(pool, layer, paged[INDEX_POSITION]),
         state=state,
+        groups=groups,
     )
 
 
