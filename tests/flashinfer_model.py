@@ -120,8 +120,12 @@ def attended(
     v_scale: float = 1.0,
     sinks: Tensor | None = None,
     reads_all: bool = False,
+    reads_tails: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Attention by page list, [pages, page_size, heads, dim] views; `reads_all` multiplies hidden values by 0."""
+    """Attention by page list, [pages, page_size, heads, dim] views.
+
+    `reads_all` multiplies hidden values by 0, `reads_tails` those behind the last token in its page.
+    """
     assert int(indices.min()) >= 0 and int(indices.max()) < views[0].shape[0]
     out = query.new_zeros((*query.shape[:2], views[1].shape[-1]), dtype=torch.float64)
     lse = torch.full(query.shape[:2], -math.inf, dtype=torch.float64)
@@ -148,6 +152,9 @@ def attended(
             if not reads_all:
                 value = value.masked_fill(~seen[:, None, None], 0.0)
             out[token] = torch.einsum("hn,nhd->hd", weights, value) * v_scale
+            if reads_tails:
+                tail = view_of(views[1], pages, len(pages) * views[1].shape[1], group)[length:]
+                out[token] += 0.0 * tail.sum(0)
             lse[token] = sums / math.log(2)
             value = view_of(views[1], pages, length, group)
     return out.to(query.dtype), lse.float()
@@ -172,14 +179,27 @@ def by_tables(log: list[tuple[Any, ...]], name: str) -> Any:
         sinks: Tensor | None,
         kv_layout: str,
         cum_seq_lens_q: Tensor | None = None,
+        q_cu_seq_lens: Tensor | None = None,
+        q_len_per_req: int = 1,
+        mask: Tensor | None = None,
+        return_lse: bool = False,
         **others: Any,
-    ) -> Tensor:
+    ) -> Any:
         log.append((name, block_tables.data_ptr()))
+        assert return_lse == name.startswith("trtllm"), "XQA has none"
         assert kv_layout == "HND" and not workspace_buffer.any()
         page_size = kv_cache[0].shape[2]
         counts = -(-seq_lens // page_size)
         starts = torch.arange(len(seq_lens) + 1) if cum_seq_lens_q is None else cum_seq_lens_q
-        return attended(
+        assert (q_cu_seq_lens is None) == (mask is None) == (q_len_per_req == 1)
+        if q_cu_seq_lens is not None and mask is not None:
+            starts = q_cu_seq_lens
+            assert starts.dtype == torch.int32 and int(starts.diff().max()) <= q_len_per_req
+            assert mask.dtype == torch.uint16 and mask.shape == (len(query), 2 * -(-q_len_per_req // 32))
+            bits = (mask.int()[:, :, None] >> torch.arange(16) & 1).flatten(1)
+            ahead = torch.cat([torch.arange(int(count)) for count in starts.diff()])
+            assert torch.equal(bits, (torch.arange(bits.shape[1]) <= ahead[:, None]).int()), "not causal"
+        out, lse = attended(
             query,
             (kv_cache[0].transpose(1, 2), kv_cache[1].transpose(1, 2)),
             starts,
@@ -192,7 +212,9 @@ def by_tables(log: list[tuple[Any, ...]], name: str) -> Any:
             scale=bmm1_scale,
             v_scale=bmm2_scale,
             sinks=None if sinks is None else sinks.flatten(),
-        )[0]
+            reads_tails=name.startswith("trtllm") or kv_cache[0].dtype.itemsize == 1,
+        )
+        return (out, lse) if return_lse else out
 
     return function
 

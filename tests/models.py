@@ -11,6 +11,7 @@ from tiny_models import PAD, VOCABULARY, WINDOW
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    FalconH1Config,
     Gemma2Config,
     Lfm2Config,
     Llama4TextConfig,
@@ -87,6 +88,16 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         bos_token_id=None,
         eos_token_id=None,
         initializer_range=0.2,
+    ),
+    # States and full attention in every layer.
+    "falcon_h1": lambda: FalconH1Config(
+        **_SMALL | {"num_hidden_layers": 3},
+        mamba_d_ssm=128,
+        mamba_n_heads=8,
+        mamba_d_head=16,
+        mamba_d_state=8,
+        mamba_n_groups=1,
+        mamba_chunk_size=16,
     ),
     # Short convolutions beside full attention.
     "lfm2": lambda: Lfm2Config(

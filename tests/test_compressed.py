@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from test_declare import COMMON, EXPERTS
 from test_generate import Scramble, assert_all_free
 from test_own import generate, poisoned, prompts
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache, LogitsProcessorList, PreTrainedModel
+from zoo import COMMON, EXPERTS
 
 import torch_uma
 from torch_uma.errors import OutOfMemory, PlanError, SequenceError

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache, PreTrainedConfig
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache
+from zoo import COMMON, SLIDING_AND_FULL, WINDOW, tiny
 
 from torch_uma.errors import PlanError
 from torch_uma.integrations.transformers.declare import declare
@@ -18,115 +19,42 @@ from torch_uma.plan import plan
 
 BF16, FP32 = torch.bfloat16, torch.float32
 NUM_TOKENS = 11
-COMMON: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 48,
-    "intermediate_size": 40,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 20,
-    "pad_token_id": 0,
-}
-EXPERTS: dict[str, Any] = {
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-    "shared_expert_intermediate_size": 24,
-    "n_group": 1,
-    "topk_group": 1,
-}
-DELTA_NET: dict[str, Any] = {
-    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 12,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-}
-MAMBA2: dict[str, Any] = {"mamba_n_heads": 4, "mamba_d_head": 24, "mamba_n_groups": 1, "mamba_d_state": 8}
-LATENT: dict[str, Any] = {
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 24,
-    "q_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 12,
-    "v_head_dim": 16,
-    "head_dim": 8,
-}
-INDEX: dict[str, Any] = {"index_n_heads": 4, "index_head_dim": 16, "index_topk": 4}
-SLIDING_AND_FULL = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
-# model type: what its config has beside COMMON
-MODELS: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "gpt_oss": {**EXPERTS, "sliding_window": 6},
-    "gemma2": {"sliding_window": 6},
-    "gemma3_text": {"sliding_window": 6, "layer_types": SLIDING_AND_FULL},
-    "mistral": {"sliding_window": 6},
-    "mimo_v2_flash": {**EXPERTS, "sliding_window": 6, "v_head_dim": 12},
-    "llama4_text": {**EXPERTS, "intermediate_size_mlp": 40, "attention_chunk_size": 8},
-    "qwen3_next": {**EXPERTS, **DELTA_NET},
-    "qwen3_5_text": DELTA_NET,
-    "olmo_hybrid": DELTA_NET,
-    "lara_mini": {**EXPERTS, **DELTA_NET, "layer_types": ["linear_attention", *SLIDING_AND_FULL[1:]]},
-    "bamba": {**MAMBA2, "attn_layer_indices": [2]},
-    "falcon_h1": {**MAMBA2, "mamba_d_ssm": 96},
-    "granitemoehybrid": {**MAMBA2, **EXPERTS, "layer_types": ["mamba", "mamba", "attention", "mamba"]},
-    "mamba": {"state_size": 8},
-    "mamba2": {"num_heads": 4, "head_dim": 24, "n_groups": 1, "state_size": 8, "expand": 2},
-    "falcon_mamba": {"state_size": 8},
-    "jamba": {**EXPERTS, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8},
-    "nemotron_h": {
-        "layers_block_type": ["mamba", "moe", "attention", "mamba"],
-        **EXPERTS,
-        "mamba_num_heads": 4,
-        "mamba_head_dim": 24,
-        "n_groups": 1,
-        "ssm_state_size": 8,
-    },
-    "zamba2": {
-        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
-        "mamba_d_state": 8,
-        "n_mamba_heads": 4,
-        "mamba_ngroups": 1,
-        "num_mem_blocks": 1,
-        "adapter_rank": 4,
-    },
-    "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
-    "deepseek_v3": {**LATENT, **EXPERTS},
-    "deepseek_v32": {**LATENT, **EXPERTS, **INDEX},
-    "longcat_flash": {**LATENT, "num_layers": 2, "n_routed_experts": 4, "moe_topk": 2, "expert_ffn_hidden_size": 24},
-    "kimi_linear": {**LATENT, **EXPERTS, "layer_types": ["linear_attention", "full_attention"] * 2},
-    "gemma3n_text": {
-        "num_hidden_layers": 6,
-        "num_kv_shared_layers": 2,
-        "layer_types": ["sliding_attention", "full_attention"] * 3,
-        "sliding_window": 6,
-        "hidden_size_per_layer_input": 8,
-        "vocab_size_per_layer_input": 97,
-        "laurel_rank": 8,
-        "activation_sparsity_pattern": [0.0] * 6,
-    },
-    "gemma4_text": {
-        "num_kv_shared_layers": 2,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "sliding_window": 6,
-        "global_head_dim": 28,
-        "hidden_size_per_layer_input": 8,
-        "vocab_size_per_layer_input": 97,
-    },
-    "inkling_text": {**EXPERTS, "sliding_window": 6},
-    "glm5_next_text": {**LATENT, **EXPERTS, **INDEX, "qk_rope_head_dim": 0, "index_kpool": 2},
-    "zaya": {**EXPERTS, "num_experts_per_tok": 1},
-    "lfm3": {"sliding_window": 6},
-    "bailing_hybrid": {**LATENT, **EXPERTS, "layer_types": ["linear_attention", "full_attention"] * 2},
-    "hy_v4": {**LATENT, **EXPERTS, **INDEX},
-}
-
-
-def tiny(model_type: str) -> PreTrainedConfig:
-    return AutoConfig.for_model(model_type, **{**COMMON, **MODELS[model_type]})
+# One of each form of memory; tests/test_models.py looks at every type.
+MODELS = (
+    "llama",
+    "gpt_oss",
+    "gemma2",
+    "gemma3_text",
+    "mistral",
+    "mimo_v2_flash",
+    "llama4_text",
+    "qwen3_next",
+    "qwen3_5_text",
+    "olmo_hybrid",
+    "lara_mini",
+    "bamba",
+    "falcon_h1",
+    "granitemoehybrid",
+    "mamba",
+    "mamba2",
+    "falcon_mamba",
+    "jamba",
+    "nemotron_h",
+    "zamba2",
+    "lfm2",
+    "deepseek_v3",
+    "deepseek_v32",
+    "longcat_flash",
+    "kimi_linear",
+    "gemma3n_text",
+    "gemma4_text",
+    "inkling_text",
+    "glm5_next_text",
+    "zaya",
+    "lfm3",
+    "bailing_hybrid",
+    "hy_v4",
+)
 
 
 Rows = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -192,10 +120,7 @@ def lifetimes(layers: tuple[Layer, ...]) -> list[list[object]]:
     ],
 )
 def test_lifetimes(model_type: str, expected: list[list[object]]) -> None:
-    config = tiny(model_type)
-    if model_type == "lara_mini":
-        config.sliding_window = 6
-    assert lifetimes(declare(config)) == expected
+    assert lifetimes(declare(tiny(model_type))) == expected
 
 
 def test_names_of_rows() -> None:
@@ -222,7 +147,7 @@ def test_a_latent_without_rotary_part() -> None:
 
 
 def test_nested_text_config() -> None:
-    text = {**COMMON, "sliding_window": 6, "layer_types": SLIDING_AND_FULL}
+    text = {**COMMON, "sliding_window": WINDOW, "layer_types": SLIDING_AND_FULL}
     config = AutoConfig.for_model("gemma3", text_config=text)
     assert declare(config, dtype=BF16) == declare(tiny("gemma3_text"), dtype=BF16)
 

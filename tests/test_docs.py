@@ -90,6 +90,32 @@ def test_what_the_usage_page_does(name):
         pool.check()
 
 
+@pytest.mark.parametrize("name", BUILDERS)
+def test_what_the_usage_page_does_to_speculate(name):
+    model = build(name, attention="eager")
+    inputs = prompts((9,))
+    expected = model.generate(**inputs, do_sample=False, max_new_tokens=11)
+    model.generation_config.max_new_tokens = 11
+    cache = run_block("docs/usage.md", 5, model=model, inputs=inputs)["cache"]
+    assert cache.get_seq_length() == 19 and not cache.is_recording_past(0)
+    cache.pool.check()
+    for num_right in (0, 2, 4):
+        candidates = expected[:, 8:13].clone()
+        candidates[:, 1 + num_right :] = 255
+        with torch_uma.CachePool(model, memory="4MiB") as pool:
+            sequence = pool.add()
+            with torch.no_grad(), pool.step({sequence: 8}) as cache:
+                model(expected[:, :8], cache=cache, **cache.inputs())
+            given = {"model": model, "pool": pool, "sequence": sequence, "candidates": candidates}
+            given = run_block("docs/usage.md", 6, **given)
+            assert torch.equal(given["tokens"], expected[:, 9 : 10 + num_right])
+            assert given["sequence"].length == 9 + num_right
+            pool.check()
+            given["sequence"].free()
+            pool.check()
+            assert not any(subpool.live_pages for subpool in pool.stats().subpools)
+
+
 def test_the_readme_makes_a_pool_without_a_model_library():
     pool = run_block("README.md", 3)["pool"]
     assert isinstance(pool, torch_uma.CachePool)

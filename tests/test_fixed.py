@@ -164,13 +164,14 @@ def test_the_room_is_cleared_for_keys_of_a_fixed_size_alone() -> None:
     assert torch.equal(tokens, plain) and books.is_clear.sum() == held
 
 
-def test_keys_are_converted_if_they_are_stored_otherwise() -> None:
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_keys_are_converted_if_they_are_stored_otherwise(kv_dtype: torch.dtype) -> None:
     model = models.build("llama", attention="sdpa")
     inputs = prompts((9, 9))
     graphs = Graphs(aot_eager)
     results = []
     for options in ({}, {"compile_config": compile_config(graphs)}):
-        cache = UnifiedCache(model, memory=MEMORY, dtype=torch.bfloat16)
+        cache = UnifiedCache(model, memory=MEMORY, kv_dtype=kv_dtype)
         torch_uma.testing.poison(cache.pool)
         results.append(generate(model, inputs, cache=cache, max_new_tokens=20, **options))
     assert torch.equal(*results)

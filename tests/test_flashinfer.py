@@ -8,9 +8,12 @@ import inspect
 import math
 import os
 import random
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from flashinfer_model import (
@@ -100,14 +103,14 @@ def test_latents_are_read_as_keys_and_values(seed):
     step.abort()
 
 
-FP8_FORMS = ["decode_cuda_cores", "decode_tensor_cores", "prefill_fa2", "xqa_decode"]
+FP8_FORMS = ["decode_cuda_cores", "decode_tensor_cores", "prefill_fa2", "xqa_decode", "trtllm_decode"]
 
 
 @pytest.mark.parametrize(
     ("form", "dtype"),
     [
         *((form, torch.float8_e4m3fn) for form in FP8_FORMS),
-        *((form, torch.float8_e5m2) for form in FP8_FORMS if form != "xqa_decode"),  # which refuses it
+        *((form, torch.float8_e5m2) for form in FP8_FORMS[:3]),  # which the others refuse
     ],
 )
 def test_keys_of_fp8_have_the_scales_of_their_layer(form, dtype):
@@ -119,7 +122,8 @@ def test_keys_of_fp8_have_the_scales_of_their_layer(form, dtype):
     write(step, torch.Generator().manual_seed(1))
     library, log = stand_in()
     runner = Runner(pool, library=library, workspace_bytes=64)
-    options = {"num_heads": 4, "dtype": torch.bfloat16, "scale": 0.1, "capability": HOPPER}
+    capability = BLACKWELL if form.startswith("trtllm") else HOPPER
+    options = {"num_heads": 4, "dtype": torch.bfloat16, "scale": 0.1, "capability": capability}
     question = question_of(pool.plan, 0, k_scale=0.5, v_scale=1.5, **options)
     check_step(pool, step, 0, question, chance, form, runner)
     pages = plan_call(step, 0, question).pages
@@ -263,6 +267,85 @@ def test_tables_of_a_graph_stay_where_they_are():
     assert len({entry[1] for entry in log if entry[0] == "xqa_decode"}) == 1
 
 
+@pytest.mark.parametrize("most_new_tokens", [2, 5, 40])
+def test_drafts_are_seen_by_those_behind_them_alone(most_new_tokens):
+    """Unequally many of each row, in steps and in a graph, to which a step of another number of tokens is refused."""
+    chance = random.Random(most_new_tokens)
+    pool = make_pool(memory(Full(), kv()), page_size=16, memory=4 << 20)
+    sequences = pool.add_many([0, 0, 0])
+    run_steps(pool, sequences, [4, 90, 1], chance)
+    question = question_of(
+        pool.plan,
+        0,
+        num_heads=8,
+        dtype=torch.bfloat16,
+        scale=0.1,
+        capability=HOPPER,
+        most_new_tokens=most_new_tokens,
+        has_finite_dead_rows=True,
+    )
+    for num_rows in (None, 3):
+        runner = Runner(pool, library=stand_in()[0], num_rows=num_rows, workspace_bytes=64)
+        for counts in ([1, most_new_tokens, 1], [most_new_tokens, 1, 1]):
+            step = pool.begin(sequences, counts)
+            write(step, torch.Generator().manual_seed(0))
+            call = plan_call(step, 0, question, form="xqa_drafts", num_rows=num_rows)
+            query = queries(question, sum(counts), chance)
+            runner.plan(call)
+            check_same(runner.run(call, query), reference(step, 0, question, query))
+            step.abort()
+    step = pool.begin(sequences, 1)
+    with pytest.raises(PlanError, match=f"3 new tokens in a graph that was made for {most_new_tokens + 2}"):
+        runner.plan(plan_call(step, 0, question, form="xqa_drafts", num_rows=3))
+    step.abort()
+
+
+@pytest.mark.parametrize(
+    ("form", "dtype"), [("xqa_decode", torch.float8_e4m3fn), ("trtllm_decode", torch.bfloat16)], ids=str
+)
+def test_what_lies_behind_the_last_token_is_cleared_where_pages_are_read_whole(form, dtype):
+    """Once for a page, and nothing else: it is NaN in a page that is fresh, whose bytes were of another kind."""
+    pool = make_pool(memory(Full(), kv(2, 128, dtype)), page_size=16)
+    sequences = pool.add_many([0, 0, 0])
+    run_steps(pool, sequences, [20, 31, 5], random.Random(0))
+    capability = BLACKWELL if form.startswith("trtllm") else HOPPER
+    question = question_of(
+        pool.plan, 0, num_heads=4, dtype=torch.bfloat16, scale=0.1, capability=capability, k_scale=1.0
+    )
+    runner = Runner(pool, library=stand_in()[0], workspace_bytes=64)
+    (subpool,) = (subpool for subpool in pool.plan.subpools if not subpool.is_state)
+    entries = pool.arena.pages(subpool).view(-1, subpool.entry_bytes)
+    cleared = []
+    for _ in range(3):
+        step = pool.begin(sequences, 1)
+        write(step, torch.Generator().manual_seed(0))
+        before = entries.clone()
+        call = plan_call(step, 0, question, form=form)
+        query = queries(question, 3, random.Random(1))
+        runner.plan(call)
+        changed = (before != entries).any(1).nonzero().flatten().tolist()
+        assert set(changed) <= set(call.pages.tails(np.arange(3)).tolist())
+        cleared.append(len(changed))
+        check_same(runner.run(call, query), reference(step, 0, question, query))
+        step.commit()
+    assert cleared == [11 + 0 + 10, 15, 0], "behind 21, 32 and 6 tokens; then in a third page of row 1"
+    pool.check()
+
+
+def test_what_keeps_counters_has_a_workspace_of_its_own():
+    pool, sequences, question = decode_world(page_size=16)
+    question = replace(question, capability=BLACKWELL)
+    runner = Runner(pool, library=stand_in()[0], workspace_bytes=64)
+    step = pool.begin(sequences, 1)
+    for form in ("decode_tensor_cores", "xqa_decode", "trtllm_decode"):
+        call = plan_call(step, 0, question, form=form)
+        runner.plan(call)
+        runner.run(call, queries(question, 3, random.Random(0)))
+    step.abort()
+    assert runner._workspaces.keys() == {"planned", "xqa", "trtllm"}
+    assert not any(runner._workspaces[name].any() for name in ("xqa", "trtllm"))
+
+
 def test_a_graph_refuses_what_it_was_not_made_for():
     pool, sequences, question = decode_world()
     question = replace(question, most_new_tokens=4)
@@ -381,12 +464,27 @@ REFUSALS = {
     "fp8 of 64": ("prefill_fa2", kv(dtype=E4M3), {}, "do not work"),
     "fp8 queries": ("prefill_fa2", kv(dim=128, dtype=E4M3), {"dtype": E4M3}, "queries are float16 or bfloat16"),
     "fa3 and fp8": ("prefill_fa3", kv(dim=128, dtype=E4M3), {}, "fp8 keys need fp8 queries"),
-    "trtllm and fp8": (
-        "trtllm_decode",
+    "trtllm context and fp8": (
+        "trtllm_context",
         kv(dim=128, dtype=E4M3),
         {"capability": BLACKWELL},
         "fp8 keys need fp8 queries",
     ),
+    "trtllm decode and e5m2": (
+        "trtllm_decode",
+        kv(dim=128, dtype=E5M2),
+        {"capability": BLACKWELL},
+        "float8_e4m3fn under queries of bfloat16",
+    ),
+    "trtllm decode, fp8 and halves": (
+        "trtllm_decode",
+        kv(dim=128, dtype=E4M3),
+        {"capability": BLACKWELL, "dtype": torch.float16},
+        "float8_e4m3fn under queries of bfloat16",
+    ),
+    "drafts of one": ("xqa_drafts", kv(), {}, "for one there is xqa_decode"),
+    "drafts of wide heads": ("xqa_drafts", kv(dim=512), {"most_new_tokens": 2}, "of at most 256"),
+    "many heads of xqa": ("xqa_decode", kv(1, 512), {"num_heads": 17}, "at most 16 query heads"),
     "xqa and e5m2": ("xqa_decode", kv(dim=128, dtype=E5M2), {}, "float8_e4m3fn"),
     "scales of bfloat16": ("prefill_fa2", kv(), {"v_scale": 2.0}, "scales are for keys and values of fp8"),
     "window of xqa": ("xqa_decode", kv(), {"lifetime": Window(9)}, "NaN"),
@@ -530,6 +628,28 @@ def test_the_op_is_left_alone_where_flashinfer_does_not_serve():
     pool.close()
 
 
+def test_nothing_is_planned_on_another_stream(monkeypatch):
+    """As where torch.compile warms up a graph, in whose memory nothing may stay."""
+    pool, sequences, question = decode_world()
+    library, log = stand_in()
+    attention = adapter.use(pool, library=library, capability=HOPPER, num_rows=3)
+    assert attention is not None
+    own, other = (SimpleNamespace(device=pool.device, number=number) for number in range(2))
+    monkeypatch.setattr(pool.guard.epochs, "stream", own)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(pool.guard.epochs, "record", lambda epoch: None)
+    query = queries(question, 3, random.Random(0))
+    step = pool.begin(sequences, 1)
+    write(step, torch.Generator().manual_seed(0))
+    for current, is_served in ((other, False), (own, True), (other, True)):
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device, current=current: current)
+        log.clear()
+        attention.declined.clear()
+        reference(step, 0, question, query)
+        assert bool(log) == is_served and ("not the arena's" in str(attention.declined)) != is_served
+    step.commit()
+
+
 def test_latents_are_answered_with_the_query_that_absorbs_their_projection():
     pool = make_pool(latent(), page_size=4)
     sequences = pool.add_many([0, 0])
@@ -669,6 +789,88 @@ def test_only_an_open_step_is_planned_for():
         adapter.pages_of(step, subpool)
 
 
+BAD_QUESTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "no heads": ({"num_heads": 0}, "num_heads of a question is at least 1"),
+    "half a head": ({"num_heads": 2.5}, "num_heads of a question is a whole number"),
+    "no token": ({"most_new_tokens": 0}, "most_new_tokens of a question is at least 1"),
+    "name of a dtype": ({"dtype": "bfloat16"}, "such as torch.bfloat16"),
+    "no scale": ({"scale": math.nan}, "scale of a question is a number"),
+    "text for a scale": ({"scale": "1"}, "scale of a question is a number"),
+    "negative cap": ({"softcap": -1.0}, "softcap of a question is a number of at least 0"),
+    "endless key scale": ({"k_scale": math.inf}, "k_scale of a question is a number"),
+    "no value scale": ({"v_scale": None}, "v_scale of a question is a number"),
+    "capability": ({"capability": 90}, r"\(9, 0\) for an H100"),
+    "halves of a capability": ({"capability": (9.0, 0)}, r"\(9, 0\) for an H100"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_QUESTIONS)
+def test_a_question_of_numbers_that_mean_nothing_is_refused(name):
+    changed, said = BAD_QUESTIONS[name]
+    plan = torch_uma.plan([memory(Full(), kv())], memory=1 << 20, page_size=16)
+    options = {"num_heads": 8, "dtype": torch.bfloat16, "scale": 0.1, "capability": HOPPER, **changed}
+    with pytest.raises(PlanError, match=said):
+        question_of(plan, 0, **options)
+
+
+@pytest.mark.parametrize(
+    ("layer", "said"), [(9, "no layer 9; the plan has 4"), (-1, "at least 0"), (0.5, "whole number"), ("q", "whole")]
+)
+def test_a_layer_that_is_not_there_is_refused(layer, said):
+    pool, sequences, question = decode_world()
+    step = pool.begin(sequences, 1)
+    for ask in (
+        lambda: plan_call(step, layer, question),
+        lambda: adapter.storage_of(pool.plan, layer),
+        lambda: serving(pool.plan, layer, num_heads=8, dtype=torch.bfloat16, capability=HOPPER),
+    ):
+        with pytest.raises(PlanError, match=said):
+            ask()
+    step.abort()
+
+
+def test_counts_and_queries_that_do_not_fit_are_refused():
+    pool, sequences, question = decode_world()
+    step = pool.begin(sequences, 1)
+    write(step, torch.Generator().manual_seed(0))
+    for wrong, said in ((2.5, "whole number"), (0, "at least 1"), (-3, "at least 1"), ("4", "whole number")):
+        for ask in (
+            lambda wrong=wrong: plan_call(step, 0, question, num_rows=wrong),
+            lambda wrong=wrong: adapter.pages_of(step, pool.plan.subpools[-1], num_rows=wrong),
+            lambda wrong=wrong: Runner(pool, library=stand_in()[0], num_rows=wrong),
+            lambda wrong=wrong: Runner(pool, library=stand_in()[0], workspace_bytes=wrong),
+            lambda wrong=wrong: adapter.Attention(pool, num_rows=wrong),
+            lambda wrong=wrong: plan_call(step, 0, question).pages.append(wrong),
+            lambda wrong=wrong: plan_call(step, 0, question).pages.block_tables(wrong),
+        ):
+            with pytest.raises(PlanError, match=said):
+                ask()
+    states = next(subpool for subpool in pool.plan.subpools if subpool.is_state)
+    with pytest.raises(PlanError, match="holds states"):
+        adapter.pages_of(step, states)
+    with pytest.raises(PlanError, match="which question_of makes"):
+        plan_call(step, 0, "decode")
+    for nothing in (None, 3, sequences):
+        with pytest.raises(SequenceError, match="open step"):
+            plan_call(nothing, 0, question)
+    runner = Runner(pool, library=stand_in()[0], workspace_bytes=64)
+    call = plan_call(step, 0, question)
+    runner.plan(call)
+    query = queries(question, 3, random.Random(0))
+    for other in (query[:2], query[:, :4], query[..., :32], query.float(), torch.cat([query, query])):
+        with pytest.raises(PlanError, match=r"torch.bfloat16 of shape \(3, 8, 64\)"):
+            runner.run(call, other)
+    with pytest.raises(PlanError, match="sinks are given where"):
+        runner.run(call, query, sinks=torch.zeros(8))
+    sink = plan_call(step, 0, replace(question, has_sinks=True))
+    runner.plan(sink)
+    with pytest.raises(PlanError, match="for each of 8 heads"):
+        runner.run(sink, query, sinks=torch.zeros(4))
+    given = runner.run(call, query.transpose(1, 2).contiguous().transpose(1, 2))
+    check_same(given, reference(step, 0, question, query))
+    step.abort()
+
+
 # FlashInfer itself
 
 
@@ -706,6 +908,7 @@ def test_the_arguments_are_those_that_flashinfer_has():
     for of, layer, options, forms in (
         (pool, 0, {}, ["decode_cuda_cores", "prefill_fa2", "xqa_decode"]),
         (pool, 0, {"has_sinks": True}, ["sink_fa2"]),
+        (pool, 0, {"most_new_tokens": 2, "has_finite_dead_rows": True}, ["xqa_drafts"]),
         (pool, 0, {"capability": BLACKWELL}, ["trtllm_decode", "trtllm_context"]),
         (latents, 0, {}, ["mla_fa2"]),
     ):

@@ -16,7 +16,12 @@ import torch_uma  # noqa: F401 (registers its ops)
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "benchmarks"))
 
+from flashinfer_model import stand_in  # noqa: E402
+from gpu.check_flashinfer import CASES, GRAPHS, check_case, check_graph, question  # noqa: E402
+from gpu.device import Device  # noqa: E402
 from gpu.report import Report  # noqa: E402
+
+from torch_uma.integrations.flashinfer.forms import why_not  # noqa: E402
 
 
 def test_the_dry_run_goes_to_its_end_and_every_check_holds(tmp_path: Path) -> None:
@@ -31,9 +36,22 @@ def test_the_dry_run_goes_to_its_end_and_every_check_holds(tmp_path: Path) -> No
     for name in names:
         assert outcomes["Ops", name] == ("ok" if hasattr(torch.ops.torch_uma, name) else "skipped")
     assert outcomes["Graphs", "K steps in one graph, pages moved between replays"] == "ok"
-    assert {"Bandwidth", "Launches", "Steps", "FlashInfer"} <= {section for section, _ in outcomes}
+    assert {"Bandwidth", "Launches", "Steps", "Models", "FlashInfer"} <= {section for section, _ in outcomes}
     text = (tmp_path / "gpu.md").read_text()
     assert text.startswith("# A run on a GPU") and "no figure means anything" in text
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_what_is_asked_of_flashinfer_holds_for_a_model_of_it(case) -> None:
+    device = Device(is_dry=True)
+    reason = why_not(case.form, question(device, case))
+    if case.form.startswith("trtllm"):  # which is for other GPUs than an H200
+        assert reason is not None and "compute capability 10" in reason
+        return
+    assert reason is None
+    check_case(device, case, stand_in()[0])
+    if case in GRAPHS:
+        check_graph(device, case, stand_in()[0])
 
 
 def test_a_failure_is_written_down_and_the_next_check_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,3 +70,5 @@ def test_a_failure_is_written_down_and_the_next_check_runs(tmp_path: Path, capsy
     late = Report(tmp_path, {}, limit_s=-1)
     late.run("Section", "late", fail)
     assert not late.has_failed and late.results[0].note == "no time left"
+    report.run("Section", "long", fail, needs_s=61)
+    assert report.results[-1].note == "no time left"

@@ -1,6 +1,7 @@
 """Each kernel, compiled for GPUs that are not here: nothing spills, and what is aligned moves 16 bytes at once."""
 
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -25,3 +26,15 @@ def test_no_spills_and_wide_accesses(name, target):
         assert found.loads[128] > 0
         if " to " not in name:  # a copy, which reads as wide as it writes; page numbers and entries are read beside
             assert found.loads[128] == found.stores[128]
+
+
+def test_none_spills_with_the_assembler_of_a_cuda_toolkit(monkeypatch):
+    """Importing FlashInfer points Triton to one, where there is one, for sm_100; it chooses registers for itself."""
+    assembler = shutil.which("ptxas")
+    if assembler is not None:
+        monkeypatch.setenv("TRITON_PTXAS_BLACKWELL_PATH", assembler)
+    for name in (
+        "write three: bfloat16 to e5m2, float32, bfloat16 to int8",
+        "write: bfloat16 to int8, scaled by number",
+    ):
+        assert figures(ALIGNED[name], 100).spilled_bytes == 0

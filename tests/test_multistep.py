@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import models
 import numpy as np
@@ -298,7 +301,53 @@ def test_tensors_stay_for_the_next_multi_step_over_the_same_batch() -> None:
             multi.commit([1, 1])
         scramble(pool, 5)
     assert stacks[0] is stacks[1] is stacks[2]
-    assert pool.begin_steps(batch, 5).stacks is not stacks[0]
+
+
+def test_few_stacks_are_kept_whatever_numbers_of_steps_there_are() -> None:
+    pool = make_pool("full", page_size=1, memory=1 << 14)
+    batch = pool.batch([pool.add(), pool.add()])
+    for num_steps in range(1, 34):
+        with pool.begin_steps(batch, num_steps) as multi:
+            for _ in range(num_steps):
+                multi.stacks.advance()
+            assert multi.stacks.taken[0] == 2 * num_steps
+    assert len(batch.rows._stacks) == 7
+    room = [len(stacks.pages[0]) for stacks in batch.rows._stacks.values()]
+    assert sum(room) < 2 * max(room) == 4 * 64
+    pool.check()
+
+
+def test_what_a_graph_reads_is_made_and_loaded_on_the_stream_of_the_arena(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or else a copy to it could run before it is filled, where another stream is current."""
+    pool = make_pool("full")
+    inside: list[bool] = []
+
+    @contextmanager
+    def on_stream(stream: object) -> Iterator[None]:
+        assert stream is own
+        inside.append(True)
+        yield
+        inside.pop()
+
+    def checked(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def made(*arguments: Any, **options: Any) -> torch.Tensor:
+            assert inside
+            return make(*arguments, **options)
+
+        return made
+
+    own = object()
+    monkeypatch.setattr(pool.guard.epochs, "stream", own)
+    monkeypatch.setattr(pool.guard.epochs, "record", lambda epoch: None)
+    monkeypatch.setattr(torch.cuda, "stream", on_stream)
+    monkeypatch.setattr(torch, "zeros", checked(torch.zeros))
+    for module in ("batch", "stacks"):
+        target = importlib.import_module(f"torch_uma.{module}")
+        monkeypatch.setattr(target, "staged", checked(target.staged))
+    multi = pool.begin_steps([pool.add(), pool.add()], 3)
+    multi.stacks.advance()
+    multi.commit([1, 1])
+    assert not inside
 
 
 def test_a_block_that_does_not_commit_aborts() -> None:

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from test_compile import Graphs
-from test_declare import COMMON, EXPERTS
 from test_fixed import compile_config
 from test_generate import Scramble, assert_all_free
 from torch._dynamo.backends.debugging import aot_eager
 from torch._inductor.compile_fx import compile_fx
 from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessorList, PreTrainedModel
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
+from zoo import COMMON, EXPERTS
 
 import torch_uma
 from torch_uma.errors import PlanError, SequenceError

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_declare import COMMON
 from test_generate import Scramble, assert_all_free
 from test_own import generate, poisoned, prompts
 from transformers import (
@@ -18,6 +17,7 @@ from transformers import (
     UnlimitedOcrConfig,
     UnlimitedOcrForConditionalGeneration,
 )
+from zoo import COMMON
 
 import torch_uma
 from torch_uma.errors import SequenceError

@@ -201,3 +201,30 @@ def test_slots_of_a_step_that_has_ended_are_refused():
     step.commit()
     with pytest.raises(SequenceError, match="has ended"):
         states_of(step, 2, "recurrent", FLOAT)
+
+
+def test_what_means_nothing_is_refused():
+    pool = make_pool()
+    step = pool.begin(pool.add_many([0, 0]), 1)
+    for layer, said in ((9, "no layer 9; the plan has 3"), (-1, "at least 0"), ("a", "whole number")):
+        with pytest.raises(PlanError, match=said):
+            states_of(step, layer, "recurrent", FLOAT)
+        with pytest.raises(PlanError, match=said):
+            serving(pool.plan, layer, "recurrent")
+    for num_rows, said in ((2.5, "whole number"), (0, "at least 1"), ("3", "whole number")):
+        with pytest.raises(PlanError, match=said):
+            states_of(step, 2, "recurrent", FLOAT, num_rows=num_rows)
+    with pytest.raises(PlanError, match="'other' is not known here"):
+        num_slots("other", view_of(pool.plan, 2, "recurrent"))
+    assert not step.state_touched
+    step.commit()
+    for nothing in (None, pool):
+        with pytest.raises(SequenceError, match="open step"):
+            states_of(nothing, 2, "recurrent", FLOAT)
+        with pytest.raises(SequenceError, match="open step"):
+            clear_fresh(nothing)
+    with pytest.raises(SequenceError, match="has ended"):
+        clear_fresh(step)
+    stateless = CachePool(torch_uma.plan(layers()[1:2], memory=1 << 16), device="cpu")
+    with pytest.raises(PlanError, match="no states"):
+        clear_fresh(stateless.begin([stateless.add()], 1))

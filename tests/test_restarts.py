@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_declare import COMMON, EXPERTS, MODELS
 from test_own import generate, poisoned, prompts
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from zoo import COMMON, EXPERTS, MODELS
 
 import torch_uma
 from torch_uma.errors import SequenceError

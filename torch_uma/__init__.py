@@ -26,7 +26,7 @@ from torch_uma.stats import Stats
 
 if TYPE_CHECKING:
     from torch_uma import testing
-    from torch_uma.integrations.transformers import UnifiedCache
+    from torch_uma.integrations.transformers import UnifiedCache, speculate
 
 __version__ = "0.1.0"
 
@@ -56,6 +56,7 @@ __all__ = [
     "UnifiedCache",
     "Window",
     "plan",
+    "speculate",
     "testing",
 ]
 
@@ -64,6 +65,6 @@ def __getattr__(name: str) -> Any:
     """Import what costs time, or another library, when it is first asked for."""
     if name == "testing":
         return importlib.import_module("torch_uma.testing")
-    if name == "UnifiedCache":
-        return importlib.import_module("torch_uma.integrations.transformers").UnifiedCache
+    if name in ("UnifiedCache", "speculate"):
+        return getattr(importlib.import_module("torch_uma.integrations.transformers"), name)
     raise AttributeError(f"module 'torch_uma' has no attribute {name!r}")

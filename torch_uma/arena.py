@@ -72,7 +72,7 @@ class Arena:
         """
         moved = self.plan.subpools[subpool]
         pages = np.stack([src_pages, dst_pages]).astype(np.int64, copy=False)
-        src, dst = torch.from_numpy(pages).to(self.bytes.device, non_blocking=True)
+        src, dst = staged(pages, self.bytes.device)
         torch.ops.torch_uma.relocate(self.bytes, src, dst, moved.origin_bytes, moved.page_bytes)
 
     def mover(self) -> Callable[[int, NDArray[Any], NDArray[Any]], None] | None:
@@ -115,6 +115,12 @@ def keep_address(tensor: Tensor) -> Tensor:
     if tensor.is_cuda:
         torch._dynamo.mark_static_address(tensor)
     return tensor
+
+
+def staged(numbers: NDArray[np.integer], device: torch.device) -> Tensor:
+    """Numbers of the host on a device; does not wait for it, as a copy from memory that is not pinned would."""
+    tensor = torch.from_numpy(numbers)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def _allocate(num_bytes: int, device: torch.device | str | None) -> Tensor:

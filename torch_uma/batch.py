@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_uma.arena import keep_address
+from torch_uma.arena import keep_address, staged
 from torch_uma.errors import SequenceError
 from torch_uma.runs import Run, align_states, alignment_price_bytes, find_run
 from torch_uma.sequence import Sequence
@@ -46,15 +46,20 @@ class Rows:
     def tensor(self) -> Tensor:
         """[rows] int64 on the pool's device."""
         if self._tensor is None:
-            with torch.inference_mode(False):  # it is kept for steps in any mode
-                self._tensor = keep_address(torch.from_numpy(self.numbers).to(self._pool.device))
+            with self._pool.guard.epochs.on_stream(), torch.inference_mode(False):  # it is kept for steps in any mode
+                self._tensor = keep_address(staged(self.numbers, self._pool.device))
         return self._tensor
 
     def stacks(self, num_steps: int) -> Stacks:
-        """The tensors of a multi-step of `num_steps`, the same for every one of that length."""
-        if num_steps not in self._stacks:
-            self._stacks[num_steps] = Stacks(self._pool, self.tensor(), num_steps)
-        return self._stacks[num_steps]
+        """The tensors of a multi-step of `num_steps`, the same for every one of that length.
+
+        They are made for the next power of two, so that there are few of them, whatever lengths are asked for: a graph
+        reads them where they are, and none can be given up before the batch is.
+        """
+        most_steps = 1 << (num_steps - 1).bit_length()
+        if most_steps not in self._stacks:
+            self._stacks[most_steps] = Stacks(self._pool, self.tensor(), most_steps)
+        return self._stacks[most_steps]
 
     def run(self, k: int, first: int, end: int) -> Run | None:
         """`find_run` of these rows, remembered while nothing moves and no row holds other pages."""

@@ -4,10 +4,10 @@ Owns lengths, the columns of the page tables that a row holds, and how many rows
 on a row is in `sequence.py`; steps, which make rows longer, are in `step.py`.
 
 A row holds the columns `[first, end)` of every sub-pool. Between steps `first` is the first column that a query at the
-row's length reads, and `end` lies at or behind the last token: what lies behind it is room reserved ahead. A state is a
-column that never ends. A page is referred to by as many rows as share it (`references`); the allocator sees it released
-when the last of them lets go. That is put off until someone looks (`settle`), so that a step makes one release of all
-that was let go since the last.
+row's length reads, and `end` lies at or behind the last token: what lies behind it is room reserved ahead. A row that
+keeps its past may hold more in front, with a gap in it. A state is a column that never ends. A page is referred to by
+as many rows as share it (`references`); the allocator sees it released when the last of them lets go. That is put off
+until someone looks (`settle`), so that a step makes one release of all that was let go since the last.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 from torch_uma.allocator import SCALAR_PAGES, Allocator
 from torch_uma.counts import whole
 from torch_uma.errors import SequenceError
-from torch_uma.lifespans import Lifespans, spread
+from torch_uma.lifespans import NEVER, Lifespans, spread
 from torch_uma.plan import Plan
 from torch_uma.refusal import out_of_memory
 from torch_uma.tables import IdArray, Int64Array, Tables
@@ -50,13 +50,15 @@ class Sequences:
         length: [rows] int64 tokens, those of an open step not included.
         first, end: [sub-pools, rows] int64, the half-open range of columns held.
         capacity: [sub-pools, rows] int64, tokens that the held columns reach to; `NEVER` for a state.
-        last_needing: [sub-pools, rows] int64, greatest length at which the first held column is needed.
+        last_needing: [sub-pools, rows] int64, greatest length at which the first held column is needed; `NEVER` where
+            the row keeps its past, so that no step lets go of it.
         limits: both of these in one array [2 * sub-pools, rows], so that a step asks both with one look.
         flat_origin, flat_first ...: the same arrays, addressed by sub-pool * rows + row.
         references: [num_ids] int32, rows that refer to a page, and open steps that may have to put it back.
         is_clear: [num_ids] bool, behind its last token the page was cleared since it was taken, for who reads it whole.
         num_shared: references beyond the first, over all pages; 0 means that nothing is shared.
         may_share: [rows] bool, the last page or the state may be another row's too, so that a write needs a look.
+        kept: [rows] int64, the length from which on the row keeps all it needed (see `past`); `NEVER` for no past.
         torn: [rows] bool, an aborted step has left the state half written.
         serial: [rows] int64, grows when the row is freed, so that a stale row number can be told.
         last_epoch: [rows] int64, the last step that read or wrote the row.
@@ -82,6 +84,7 @@ class Sequences:
         self.is_clear = np.zeros(allocator.id_base[-1], np.bool_)
         self.num_shared = 0
         self.may_share = np.zeros(num_rows, np.bool_)
+        self.kept = np.full(num_rows, NEVER, np.int64)
         self.torn = np.zeros(num_rows, np.bool_)
         self.any_torn = False
         self.live = np.zeros(num_rows, np.bool_)
@@ -106,6 +109,12 @@ class Sequences:
     def drop(self, ids: IdArray) -> None:
         """Give up one reference to each of these pages, named as often as given up."""
         self._dropped.append(ids)
+
+    def drop_cells(self, cells: Int64Array) -> None:
+        """Empty these cells of the page tables, and give up the pages that they held."""
+        cells = cells[self.tables.mirror[cells] >= 0]
+        self.drop(self.tables.mirror[cells])
+        self.tables.write(cells, -1)
 
     def settle(self) -> None:
         """Release what has been let go: pages without another reference, and the rows that were freed."""
@@ -185,7 +194,10 @@ class Sequences:
         self._need_rows(1)
         row = self._free_rows.pop()
         length = int(self.length[source])
-        first = self.first[:, source]
+        first, last_needing = self.first[:, source], self.last_needing[:, source]
+        if self.kept[source] < NEVER:  # the past is not forked with it
+            first = self.lifespans.first_needed_page(self._every, np.full(len(first), length))
+            last_needing = self.lifespans.last_needing(self._every, first)
         filled = self.lifespans.num_pages(self._every, np.full(len(first), length))
         filled[list(self.lifespans.states)] = 1
         end = np.maximum(np.minimum(self.end[:, source], filled), first)
@@ -197,7 +209,7 @@ class Sequences:
         self.first[:, row] = first
         self.end[:, row] = end
         self.capacity[:, row] = end * self.lifespans.page_tokens
-        self.last_needing[:, row] = self.last_needing[:, source]
+        self.last_needing[:, row] = last_needing
         self.last_epoch[row] = self.last_epoch[source]
         self.length[row] = length
         self.tables.write_lengths(np.array([row]), length)
@@ -223,7 +235,8 @@ class Sequences:
             raise SequenceError(f"a sequence of {length} tokens cannot be cropped to {num_tokens}; crop only shortens")
         first = self.first[:, row].copy()
         if num_tokens:
-            self._check_kept(row, num_tokens)
+            self._check_state(row, num_tokens)
+            self.check_kept(row, num_tokens)
             end = self.lifespans.num_pages(self._every, np.full(len(first), num_tokens))
             end[list(self.lifespans.states)] = 1
             end = np.clip(end, first, self.end[:, row])
@@ -233,7 +246,8 @@ class Sequences:
             self.first[:, row] = 0
             self.torn[row] = False
             self.last_needing[:, row] = self._unused[3 * len(first) :, 0]
-        self._drop_columns(row, np.maximum(first, end), self.end[:, row])
+        kept_end = np.maximum(first, end)
+        self.drop_cells(spread(self.tables.origin[:, row] + kept_end, self.end[:, row] - kept_end))
         self.end[:, row] = end
         self.capacity[:, row] = end * self.lifespans.page_tokens
         self.length[row] = num_tokens
@@ -264,6 +278,21 @@ class Sequences:
                 "gives it up"
             )
 
+    def check_kept(self, row: int, num_tokens: int) -> None:
+        """Raise SequenceError if pages are gone that the row would need with so many tokens."""
+        subpools, length = self.allocator.plan.subpools, int(self.length[row])
+        needed, there = (
+            self.lifespans.first_needed_page(self._every, np.full(len(subpools), tokens))
+            for tokens in (num_tokens, min(length, int(self.kept[row])))
+        )
+        for k in np.flatnonzero(there > needed).tolist():
+            kept = int(there[k]) * subpools[k].page_tokens
+            raise SequenceError(
+                f"cannot crop from {length} to {num_tokens} tokens: {subpools[k].name!r} needs tokens from "
+                f"{subpools[k].lifetime.first_needed(num_tokens)} on, but keeps those from {kept} on; "
+                "fork() before going on keeps them, crop(0) starts over"
+            )
+
     def _need_rows(self, count: int) -> None:
         if len(self._free_rows) < count:
             self.settle()
@@ -273,39 +302,23 @@ class Sequences:
                 "pool are free; free a sequence, or make the pool with a larger max_sequences"
             )
 
-    def _check_kept(self, row: int, num_tokens: int) -> None:
+    def _check_state(self, row: int, num_tokens: int) -> None:
         self.check_whole(np.array([row]))
-        subpools = self.allocator.plan.subpools
         length = int(self.length[row])
         if self.lifespans.states:
-            name = subpools[self.lifespans.states[0]].name
+            name = self.allocator.plan.subpools[self.lifespans.states[0]].name
             raise SequenceError(
                 f"cannot crop from {length} to {num_tokens} tokens: the {name!r} of {length} tokens has replaced the "
                 "older ones; fork() before the step keeps one, crop(0) starts over"
             )
-        needed = self.lifespans.first_needed_page(self._every, np.full(len(subpools), num_tokens))
-        for k in np.flatnonzero(self.first[:, row] > needed).tolist():
-            kept = int(self.first[k, row]) * subpools[k].page_tokens
-            raise SequenceError(
-                f"cannot crop from {length} to {num_tokens} tokens: {subpools[k].name!r} needs tokens from "
-                f"{subpools[k].lifetime.first_needed(num_tokens)} on, but keeps those from {kept} on; "
-                "fork() before going on keeps them, crop(0) starts over"
-            )
-
-    def _drop_columns(self, row: int, first: Int64Array, end: Int64Array) -> None:
-        cells = spread(self.tables.origin[:, row] + first, end - first)
-        if len(cells):
-            self.drop(self.tables.mirror[cells])
-            self.tables.write(cells, -1)
 
     def _clear(self, rows: Int64Array) -> None:
         """Let go of all that these rows hold, and make them as rows are that have never been used."""
         held = self._columns.take(rows, axis=1)
         first, end = held[: len(self.first)], held[len(self.first) : 2 * len(self.first)]
-        cells = spread((self.tables.origin.take(rows, axis=1) + first).ravel(), (end - first).ravel())
-        self.drop(self.tables.mirror[cells])
-        self.tables.write(cells, -1)
+        self.drop_cells(spread((self.tables.origin.take(rows, axis=1) + first).ravel(), (end - first).ravel()))
         self._columns[:, rows] = self._unused
         self.length[rows] = self.last_epoch[rows] = 0
+        self.kept[rows] = NEVER
         self.tables.write_lengths(rows, 0)
         self.may_share[rows] = self.torn[rows] = False

@@ -25,13 +25,14 @@ def plan_of(
     memory: int | float | str | None,
     page_size: int | None,
     dtype: torch.dtype | None,
+    kv_dtype: torch.dtype | str | None,
     device: torch.device,
 ) -> Plan:
     """The plan that was given, or one of `source` in `memory`; PlanError for options that the plan has already."""
     if isinstance(source, Plan):
         if memory is not None:
             raise PlanError("a plan has its memory already; give either a plan or memory=")
-        if page_size is not None or dtype is not None:
+        if page_size is not None or dtype is not None or kv_dtype is not None:
             raise PlanError("a plan has its page_size and dtypes already; give either a plan or these")
         return source
     page_size = PAGE_SIZE if page_size is None else page_size
@@ -39,4 +40,11 @@ def plan_of(
     if num_bytes is None:
         num_bytes = int(FREE_SHARE * free_bytes(device))
         _log.info("taking %d bytes on %s, %g of what is free", num_bytes, device, FREE_SHARE)
-    return plan(source, memory=num_bytes, page_size=page_size, dtype=dtype, pad_entries=device.type == "cpu")
+    return plan(
+        source,
+        memory=num_bytes,
+        page_size=page_size,
+        dtype=dtype,
+        pad_entries=device.type == "cpu",
+        kv_dtype=kv_dtype,
+    )

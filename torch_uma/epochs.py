@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -18,6 +19,10 @@ class Epochs:
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._events: deque[tuple[int, torch.cuda.Event]] = deque(maxlen=_NUM_EVENTS)
+
+    def on_stream(self) -> AbstractContextManager[object]:
+        """What is enqueued in such a block goes to the arena's stream, whichever is current outside of it."""
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def record(self, epoch: int) -> None:
         """Note that all work of the step `epoch` has been enqueued."""

@@ -86,7 +86,7 @@ class Growth:
         past, new = self.past[column], self.new[column]
         at = k * len(books.length) + self._rows[column]
         end = books.flat_end[at]
-        needed = lifespans.first_needed_page(k, new)
+        needed = lifespans.first_needed_page(k, np.minimum(new, books.kept[self._rows[column]]))
         start = np.maximum(end, needed)
         count = np.maximum(lifespans.num_pages(k, new) - start, 0)
         # Room reserved ahead that lies in the gap has no tokens to wait for: its pages serve behind the gap instead.

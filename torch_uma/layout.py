@@ -6,7 +6,7 @@ Owns the words in which a model declares its memory, and the layout of one entry
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 import torch
@@ -76,11 +76,15 @@ Lifetime = Full | Window | Chunk | State
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What one layer stores for one entry under one name: `shape` elements of `dtype`."""
+    """What one layer stores for one entry under one name: `shape` elements of `dtype`.
+
+    `computed_dtype`: the dtype in which its model gives and takes them, None if any is converted.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    computed_dtype: torch.dtype | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.shape, tuple) or not all(isinstance(size, int) for size in self.shape):

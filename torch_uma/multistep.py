@@ -31,8 +31,8 @@ class MultiStep(OpenStep):
     between, `stacks.advance()` is called up to `num_steps` times, or a graph that has it in it is replayed as often, on
     the arena's stream: it takes a token for each row that has not stopped. Calls beyond that take nothing. `stacks` is
     the same object, with the same tensors, for every multi-step of `num_steps` over the same batch, as long as the
-    batch does not change. The host writes no table that the graph writes, and releases no page: those of windows and
-    chunks that die with the tokens are released by `commit`.
+    batch does not change; and for every other number with the same next power of two. The host writes no table that the
+    graph writes, and releases no page: those of windows and chunks that die with the tokens are released by `commit`.
     """
 
     __slots__ = ("_supply", "num_steps", "stacks")

@@ -21,6 +21,7 @@ from torch_uma.kind import Kind, group
 from torch_uma.layout import EntryLayout, Layer, Lifetime, PlacedRow, State
 from torch_uma.memory import parse_bytes
 from torch_uma.placement import Grid, lowest_spans
+from torch_uma.precision import kept_as
 from torch_uma.summary import summarize
 
 ARENA_ALIGNMENT_BYTES = 256
@@ -138,7 +139,13 @@ class Plan:
         return fitting
 
     def where(self, layer: int) -> list[tuple[SubPool, PlacedRow]]:
-        """The sub-pool and place of every row that `layer` uses, its own or those of the layer that it shares."""
+        """The sub-pool and place of every row that `layer` uses, its own or those of the layer that it shares.
+
+        PlanError for a layer that the plan does not have.
+        """
+        layer = whole(layer, "a layer", least=0, error=PlanError)
+        if layer >= len(self.layers):
+            raise PlanError(f"there is no layer {layer}; the plan has {len(self.layers)}, counted from 0")
         shares = self.layers[layer].shares
         if shares is not None:
             return self.where(shares)
@@ -158,17 +165,20 @@ def plan(
     dtype: torch.dtype | None = None,
     draft: Any = None,
     pad_entries: bool = False,
+    kv_dtype: torch.dtype | str | None = None,
 ) -> Plan:
     """Plan an arena of `memory` bytes (or "8GiB") for a transformers model or config, or for a sequence of Layer.
 
     A page holds `page_size` entries. `dtype` is the dtype of activations, without it what the model or config says.
     `draft` is a second source whose layers are numbered after those of the first and stored in the same entries.
-    `pad_entries` keeps strides off multiples of 4 KiB. Raises PlanError for what cannot be planned, above all a budget
-    that does not hold one sequence of `num_tokens` tokens.
+    `pad_entries` keeps strides off multiples of 4 KiB. `kv_dtype` keeps keys, values and latents in fewer bits than
+    the model computes them in: float8_e4m3fn, float8_e5m2 (saturated, without scales) or bfloat16. Raises PlanError for
+    what cannot be planned, above all a budget that does not hold one sequence of `num_tokens` tokens.
     """
     layers = _layers_of(source, dtype)
     if draft is not None:
         layers += tuple(_renumbered(layer, len(layers)) for layer in _layers_of(draft, dtype))
+    layers = kept_as(layers, kv_dtype)
     page_size = whole(page_size, "page_size of a plan", least=1, error=PlanError)
     num_tokens = whole(num_tokens, "num_tokens of a plan", least=0, error=PlanError)
     arena_bytes = parse_bytes(memory) // ARENA_ALIGNMENT_BYTES * ARENA_ALIGNMENT_BYTES

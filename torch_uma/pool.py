@@ -57,6 +57,8 @@ class CachePool:
         device: where the arena lies; by default where the model is. On CUDA all work is enqueued on the stream current
             now.
         dtype: of the activations, where a config does not say it.
+        kv_dtype: keep keys, values and latents in float8_e4m3fn or float8_e5m2 (saturated, without scales) or bfloat16,
+            where the model computes them in more bits. Not with a plan.
         hints: share of the arena by sub-pool name; says where floating bands start, limits nothing.
         split: share of the arena by sub-pool name, those left out have what remains in equal parts; freezes the
             frontiers there, which makes fixed pools to compare with.
@@ -77,6 +79,7 @@ class CachePool:
         max_tokens: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        kv_dtype: torch.dtype | str | None = None,
         hints: Mapping[str, float] | None = None,
         split: Mapping[str, float] | None = None,
     ) -> None:
@@ -88,7 +91,7 @@ class CachePool:
         self.device = torch.device(device)
         # Not kept alive: who makes a pool of a model may drop the model.
         self.made_for = weakref.ref(source) if hasattr(source, "get_text_config") or hasattr(source, "config") else None
-        self.plan = plan_of(source, memory, page_size, dtype, self.device)
+        self.plan = plan_of(source, memory, page_size, dtype, kv_dtype, self.device)
         self.guard = Guard(Epochs(self.device))
         self.epoch = 0
         self._arena: Arena | None = Arena(self.plan, device=self.device)

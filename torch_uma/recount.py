@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def recount(books: Sequences, open_steps: Iterable[OpenStep]) -> None:
     """Raise InvariantError with everything that does not hold. Waits for the device, whose tables are compared.
 
-    - a row holds the pages from the first needed one to its end, and no others;
+    - a row holds the pages from the first needed one to its end, and no others but in front, if it keeps its past;
     - a page is live if and only if a row or an open step refers to it, and `references` says how many do;
     - a row that is not in use holds nothing;
     - after a flush the device's tables equal the host's, but for what an open multi-step extends there.
@@ -49,15 +49,19 @@ def _row_faults(books: Sequences, steps: list[OpenStep]) -> Iterator[str]:
             length = int(books.length[row])
             first, end = int(books.first[k, row]), int(books.end[k, row])
             page_tokens = NEVER if subpool.is_state else subpool.page_tokens
-            needed = 0 if subpool.is_state else subpool.lifetime.first_needed(length) // page_tokens
-            if first != needed:
+            kept = int(books.kept[row])
+            needed = 0 if subpool.is_state else subpool.lifetime.first_needed(min(length, kept)) // page_tokens
+            if first > needed or (first < needed and kept == NEVER):
                 yield f"{where} holds columns from {first} on, but {length} tokens need those from {needed} on"
             if int(books.capacity[k, row]) != end * page_tokens or end * page_tokens < length:
                 capacity = int(books.capacity[k, row])
                 yield f"{where} ends at column {end}, with a capacity of {capacity} for {length} tokens"
             inside = held and first <= held[0] and held[-1] < end
-            if (row in in_step and held and not inside) or (row not in in_step and held != list(range(first, end))):
-                yield f"{where} should hold the columns [{first}, {end}), but holds {held[:8]} .. {held[-8:]}"
+            from_needed = [column for column in held if column >= needed]
+            if (row in in_step and held and not inside) or (
+                row not in in_step and (from_needed != list(range(needed, end)) or (held and not inside))
+            ):
+                yield f"{where} should hold the columns [{needed}, {end}), but holds {held[:8]} .. {held[-8:]}"
 
 
 def _reference_faults(books: Sequences, steps: list[OpenStep]) -> Iterator[str]:

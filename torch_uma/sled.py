@@ -76,7 +76,8 @@ class _Sled:
         live = books.tables.mirror[columns + np.arange(num_live)].astype(np.int64)
         if not num_live:
             return self._start(stride, columns)
-        if (live < 0).any() or len(np.unique(live)) < live.size:  # a gap, or a page that two of the rows share
+        # A gap, a page that two of the rows share, or a past that is kept and longer than the room.
+        if (live < 0).any() or len(np.unique(live)) < live.size or num_live > wanted:
             return False
         sources = allocator.v2p[live].astype(np.int64)
         pinned = allocator.room.pinned_places(k) - allocator.id_base[k]

@@ -1,20 +1,18 @@
 """Stacks: what a graph needs to take tokens and pages by itself, as tensors at fixed addresses.
 
-Owns these tensors for one batch and one number of steps. The host loads them before a multi-step; `advance`, which runs
-inside of a graph, takes one token for each row. Nothing here is read back.
+Owns these tensors for one batch and multi-steps up to some length. The host loads them before each; `advance`, which
+runs inside of a graph, takes one token for each row. Nothing here is read back.
 """
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from torch_uma.arena import keep_address
-from torch_uma.tables import staged
+from torch_uma.arena import keep_address, staged
 
 if TYPE_CHECKING:
     from torch_uma.pool import CachePool
@@ -23,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Stacks:
-    """The tensors of multi-steps of `num_steps` steps over the rows `numbers` [rows] int64, on the device of the pool.
+    """The tensors of multi-steps of up to `most_steps` over the rows `numbers` [rows] int64, on the device of the pool.
 
     Attributes:
         lengths: [rows] int64, tokens of each row so far.
@@ -37,9 +35,9 @@ class Stacks:
     [paged] is the order of the sub-pools that hold tokens.
     """
 
-    def __init__(self, pool: CachePool, numbers: Tensor, num_steps: int) -> None:
+    def __init__(self, pool: CachePool, numbers: Tensor, most_steps: int) -> None:
         self._tables = pool.tables
-        self._stream = pool.guard.epochs.stream
+        self._epochs = pool.guard.epochs
         self._numbers = numbers
         self.paged = [subpool for subpool in pool.plan.subpools if not subpool.is_state]
         num_rows = len(numbers)
@@ -47,12 +45,12 @@ class Stacks:
         def made(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return keep_address(torch.zeros(shape, dtype=dtype, device=pool.device))
 
-        with torch.inference_mode(False):  # they are kept for multi-steps in any mode
+        with self._epochs.on_stream(), torch.inference_mode(False):  # they are kept for multi-steps in any mode
             self.lengths, self.limits, self.rows = made(num_rows), made(num_rows), made(num_rows)
             self.positions = made(num_rows, 1)
             self._reach = [made(num_rows) for _ in self.paged]
             self.taken = [made(1) for _ in self.paged]
-            most_pages = [num_rows * -(-num_steps // subpool.page_tokens) for subpool in self.paged]
+            most_pages = [num_rows * -(-most_steps // subpool.page_tokens) for subpool in self.paged]
             self.pages = [made(count, dtype=torch.int32) for count in most_pages]
             self.entries = [made(num_rows, 1) for _ in self.paged]
 
@@ -61,7 +59,7 @@ class Stacks:
         targets: list[tuple[Tensor, IdArray]] = [(self.lengths, supply.past), (self.limits, supply.past + num_steps)]
         for subpool, reach, pages in zip(self.paged, self._reach, self.pages):
             targets += [(reach, supply.reach[subpool.index]), (pages, supply.stacks[subpool.index])]
-        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+        with self._epochs.on_stream():
             loaded = staged(np.concatenate([values for _, values in targets]), self.lengths.device)
             parts = loaded.split([len(values) for _, values in targets])
             for (target, _), part in zip(targets, parts, strict=True):
@@ -71,7 +69,7 @@ class Stacks:
 
     def unload(self) -> None:
         """Let no row take any more, so that a graph that is replayed once too often takes nothing. Does not wait."""
-        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+        with self._epochs.on_stream():
             self.limits.copy_(self.lengths)
 
     def advance(self) -> None:

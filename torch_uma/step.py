@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from torch_uma.arena import staged
 from torch_uma.batch import Batch
 from torch_uma.errors import SequenceError
 from torch_uma.growth import Growth
@@ -213,7 +214,7 @@ class Step(OpenStep):
             (within * subpool.entry_bytes, places[:, :1][unclear[:, :1]]),
             (0, places[:, 1:][unclear[:, 1:]]),
         ):
-            pages[:, start_bytes:].index_fill_(0, torch.from_numpy(chosen).to(pages.device), 0)
+            pages[:, start_bytes:].index_fill_(0, staged(chosen, pages.device), 0)
         books.is_clear[ids] = True
 
     def commit(self) -> None:

@@ -30,12 +30,6 @@ _DEFAULT_CELLS = 1 << 24  # 64 MiB for the page tables when nobody says how long
 _DEFAULT_TOKENS = 1 << 17  # where no sub-pool keeps a whole sequence, its length is not bounded by the arena
 
 
-def staged(numbers: npt.NDArray[np.integer], device: torch.device) -> Tensor:
-    """Numbers of a step on its device; does not wait for it, as a copy from memory that is not pinned would."""
-    tensor = torch.from_numpy(numbers)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
-
-
 class Tables:
     """The flat tables of one pool, on the host and on the device.
 

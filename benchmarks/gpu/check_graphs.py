@@ -1,36 +1,26 @@
-"""Captured graphs: a decode of several steps with allocation in it, pages moved between replays; models with graphs."""
+"""Captured graphs: a decode of several steps with allocation in it, pages moved between replays."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
-import tiny_models
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 import torch_uma
 from gpu.check_ops import dense
 from gpu.decode import KV_HEADS, WINDOW, Decode, layers_of
 from gpu.device import Device
 from gpu.report import Report
-from torch_uma import CachePool, UnifiedCache
+from torch_uma import CachePool
 
 SECTION = "Graphs"
 NUM_STEPS = 6
-LENGTHS = (5, 20, 11)
 
 
 def check_graphs(report: Report, device: Device) -> None:
     """All of them."""
     report.run(SECTION, "K steps in one graph, pages moved between replays", partial(_replay, device))
-    for name in ("llama", "gpt_oss", "qwen3_next"):
-        report.run(SECTION, f"generate() of {name}, eager and compiled", partial(_generate, device, name))
-        report.run(SECTION, f"pool.step of {name}, compiled", partial(_steps, device, name))
-        if name != "qwen3_next":  # which has states
-            report.run(SECTION, f"K steps of {name} in one graph", partial(_multi_steps, device, name))
 
 
 def _replay(device: Device) -> str:
@@ -67,134 +57,3 @@ def _replay(device: Device) -> str:
                     torch.testing.assert_close(attended[step, layer, row].double(), exact, rtol=1e-4, atol=1e-5)
         pool.check()
     return f"{num_replays} replays of {NUM_STEPS} steps"
-
-
-def build(device: Device, name: str, attention: str) -> Any:
-    """A tiny model, whose experts, if it has any, are computed without a look at the device."""
-    if name in tiny_models.BUILDERS:
-        model: Any = tiny_models.build(name, attention=attention)
-    else:
-        config = LlamaConfig(
-            vocab_size=tiny_models.VOCABULARY,
-            hidden_size=64,
-            intermediate_size=96,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=16,
-            pad_token_id=tiny_models.PAD,
-            bos_token_id=None,
-            eos_token_id=None,
-            initializer_range=0.2,
-        )
-        torch.manual_seed(1)
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-    if model._can_set_experts_implementation():
-        model.set_experts_implementation("batched_mm")
-    return model.eval().requires_grad_(False).to(device.torch)
-
-
-def _expected(device: Device, name: str, prompt: dict[str, Tensor], num_tokens: int) -> Tensor:
-    """By transformers' own cache."""
-    options: dict[str, Any] = {"max_new_tokens": num_tokens, "do_sample": False}
-    tokens: Tensor = build(device, name, "eager").generate(**prompt, **options)
-    return tokens
-
-
-def _prompt(device: Device, lengths: tuple[int, ...], seed: int = 0) -> dict[str, Tensor]:
-    return {key: tensor.to(device.torch) for key, tensor in tiny_models.prompts(lengths, seed=seed).items()}
-
-
-def _generate(device: Device, name: str) -> None:
-    prompt = _prompt(device, LENGTHS)
-    num_tokens = device.size(40, 6)
-    expected = _expected(device, name, prompt, num_tokens)
-    model = build(device, name, "torch_uma")
-    for is_compiled in (False, True):
-        torch.compiler.reset()
-        cache = UnifiedCache(model, memory="8MiB")
-        torch_uma.testing.poison(cache.pool)
-        options: dict[str, Any] = {"max_new_tokens": num_tokens, "do_sample": False, "cache": cache}
-        tokens = model.generate(**prompt, **options, disable_compile=not is_compiled)
-        _assert_same(device, name, tokens, expected, prompt)
-
-
-def _assert_same(device: Device, name: str, tokens: Tensor, expected: Tensor, prompt: dict[str, Tensor]) -> None:
-    plain = build(device, name, "eager")
-    tiny_models.assert_same_tokens(plain, tokens, expected, prompt["attention_mask"])
-
-
-def _decode_loop(
-    device: Device, name: str, decode: Callable[[Any, CachePool, Any, Tensor, int], Tensor], num_tokens: int
-) -> None:
-    """Prompts of unequal lengths, then `decode`, whose tokens [rows, num_tokens] must be those of `generate()`."""
-    model = build(device, name, "torch_uma")
-    prompts = [_prompt(device, (length,), seed=length) for length in LENGTHS]
-    with torch.no_grad(), CachePool(model, memory="8MiB", max_sequences=4, max_tokens=512) as pool:
-        torch_uma.testing.poison(pool)
-        sequences = [pool.add() for _ in LENGTHS]
-        last = []
-        for sequence, prompt in zip(sequences, prompts, strict=True):
-            tokens = prompt["input_ids"]
-            with pool.step({sequence: tokens.shape[1]}) as cache:
-                last.append(model(tokens, cache=cache, **cache.inputs()).logits[:, -1].argmax(-1))
-        first = torch.stack(last)
-        new = torch.cat([first, decode(model, pool, pool.batch(sequences), first, num_tokens - 1)], dim=1)
-        pool.check()
-        for sequence in sequences:
-            sequence.free()
-    for row, prompt in enumerate(prompts):
-        expected = _expected(device, name, prompt, num_tokens)
-        _assert_same(device, name, torch.cat([prompt["input_ids"], new[row : row + 1]], dim=1), expected, prompt)
-
-
-def _steps(device: Device, name: str) -> None:
-    """`pool.step` under torch.compile with CUDA graphs."""
-
-    def decode(model: Any, pool: CachePool, batch: Any, tokens: Tensor, num_tokens: int) -> Tensor:
-        torch.compiler.reset()
-        how: dict[str, Any] = {"backend": "eager"} if device.is_dry else {"mode": "reduce-overhead"}
-        forward: Any = torch.compile(model, fullgraph=True, dynamic=False, **how)
-        new = [tokens]
-        for step in range(num_tokens):
-            torch.compiler.cudagraph_mark_step_begin()
-            with pool.step(batch, 1) as cache:
-                logits = forward(new[-1], cache=cache, **cache.inputs()).logits
-            new.append(logits[:, -1:].argmax(-1))
-            if step % 5 == 0:
-                torch_uma.testing.scramble(pool, step)
-        return torch.cat(new[1:], dim=1)
-
-    _decode_loop(device, name, decode, device.size(40, 6))
-
-
-def _multi_steps(device: Device, name: str) -> None:
-    """A captured graph of `NUM_STEPS` forwards with `advance` before each; no sync from its capture on."""
-
-    def decode(model: Any, pool: CachePool, batch: Any, tokens: Tensor, num_tokens: int) -> Tensor:
-        tokens = tokens.clone()  # at a fixed address, as the graph reads it
-        taken = tokens.new_empty((len(tokens), NUM_STEPS))
-        new = []
-
-        def take() -> None:
-            for step in range(NUM_STEPS):
-                multi.stacks.advance()
-                logits = model(tokens, cache=cache, **cache.inputs()).logits
-                tokens.copy_(logits[:, -1:].argmax(-1))
-                taken[:, step : step + 1].copy_(tokens)
-
-        first = tokens.clone()
-        with pool.begin_steps(batch, NUM_STEPS) as multi:
-            cache = multi.cache()
-            replay = device.captured(take, take)
-        tokens.copy_(first)
-        for number in range(num_tokens // NUM_STEPS):
-            with device.without_syncs(), pool.begin_steps(batch, NUM_STEPS) as multi:
-                cache = multi.cache()
-                replay()
-                multi.commit([NUM_STEPS] * len(batch))
-            new.append(taken.clone())
-            torch_uma.testing.scramble(pool, number)
-        return torch.cat(new, dim=1)
-
-    _decode_loop(device, name, decode, device.size(5, 2) * NUM_STEPS + 1)

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+# Of the device, about five milliseconds: longer than the host takes to enqueue anything that is timed.
+_HOST_CYCLES = 10_000_000
+
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
@@ -61,7 +64,10 @@ class Device:
             torch.cuda.set_sync_debug_mode("default")
 
     def seconds(self, call: Callable[[], object], *, num_rounds: int = 20) -> float:
-        """Median seconds that the device takes for `call`, after two calls to warm up."""
+        """Median seconds that the device takes for `call`, after two calls to warm up.
+
+        The device is kept busy while the host enqueues the call, or what the host takes for it would be counted too.
+        """
         rounds = self.size(num_rounds, 2)
         for _ in range(2):
             call()
@@ -74,6 +80,7 @@ class Device:
                 times.append(time.perf_counter() - start)
                 continue
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(_HOST_CYCLES)
             begin.record()
             call()
             end.record()
@@ -81,10 +88,10 @@ class Device:
             times.append(begin.elapsed_time(end) / 1e3)
         return statistics.median(times)
 
-    def host_seconds(self, call: Callable[[], object], *, num_rounds: int = 50) -> float:
+    def host_seconds(self, call: Callable[[], object], *, num_rounds: int) -> float:
         """Median seconds that the host takes for `call`, with the device idle before each."""
         times = []
-        for _ in range(self.size(num_rounds, 3)):
+        for _ in range(num_rounds):
             self.synchronize()
             start = time.perf_counter()
             call()

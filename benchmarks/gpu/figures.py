@@ -16,6 +16,8 @@ from torch_uma import CachePool
 
 BANDWIDTH, LAUNCHES, STEPS = "Bandwidth", "Launches", "Steps"
 
+NUM_HOST_ROUNDS = 50  # as many in a dry run, which so sees whether sequences stay within `max_tokens`
+
 
 def take_figures(report: Report, device: Device) -> None:
     """All of them."""
@@ -60,7 +62,7 @@ def _share(report: Report, name: str, rate: float, copy_rate: float) -> None:
 
 
 def _launches(report: Report, device: Device) -> None:
-    pool = _pool(device, split=False)
+    pool = _pool(device)
     batch = pool.batch([pool.add() for _ in range(4)])
     order = torch.randperm(64, device=device.torch)
     pages = torch.empty(64 * 4096, dtype=torch.uint8, device=device.torch)
@@ -89,20 +91,21 @@ def _num_launches(device: Device, call: Callable[[], object]) -> int:
     return sum(event.device_type.name == wanted for event in profile.events())
 
 
-def _pool(device: Device, *, split: bool) -> CachePool:
+def _pool(device: Device, *, split: bool = False, max_tokens: int = 256) -> CachePool:
     layers = layers_of(device.size(8, 4), device.size(128, 16), torch.bfloat16)
     memory = device.size(2 << 30, 32 << 20)
     plan = torch_uma.plan(layers, memory=memory, page_size=16)
     shares = {subpool.name: 1 / len(plan.subpools) for subpool in plan.subpools} if split else None
-    return CachePool(plan, max_sequences=512, max_tokens=device.size(1024, 256), device=device.torch, split=shares)
+    return CachePool(plan, max_sequences=512, max_tokens=max_tokens, device=device.torch, split=shares)
 
 
 def _steps(report: Report, device: Device) -> None:
     """One captured decode over the arena after its pages have moved about, and over fixed pools with the same ops."""
     num_rows, num_steps, past = device.size(64, 4), device.size(4, 2), device.size(900, 40)
+    longest = past + NUM_HOST_ROUNDS * (1 + num_steps)
     seconds = {}
     for name, is_split in (("fixed pools", True), ("arena", False)):
-        pool = _pool(device, split=is_split)
+        pool = _pool(device, split=is_split, max_tokens=longest)
         pool.arena.bytes.zero_()
         batch = pool.batch([pool.add() for _ in range(num_rows)])
         pool.begin(batch, past).commit()
@@ -135,6 +138,8 @@ def _host(report: Report, device: Device, pool: CachePool, batch: Any, num_steps
     def begin_and_commit_steps() -> None:
         pool.begin_steps(batch, num_steps).commit([num_steps] * len(batch))
 
-    one, several = device.host_seconds(begin_and_commit), device.host_seconds(begin_and_commit_steps)
+    one, several = (
+        device.host_seconds(call, num_rounds=NUM_HOST_ROUNDS) for call in (begin_and_commit, begin_and_commit_steps)
+    )
     report.figure(STEPS, "host time of a step", one * 1e6, "us", "begin and commit")
     report.figure(STEPS, f"host time of {num_steps} steps in one", several * 1e6, "us", "begin_steps and commit")

@@ -40,9 +40,12 @@ class Report:
         """Whether any check failed."""
         return any(result.outcome == "failed" for result in self.results)
 
-    def run(self, section: str, name: str, act: Callable[[], str | None]) -> None:
-        """Run a check: what it raises is its failure, and the next one runs; what it returns is said of it."""
-        if time.monotonic() > self._end:
+    def run(self, section: str, name: str, act: Callable[[], str | None], *, needs_s: float = 0.0) -> None:
+        """Run a check: what it raises is its failure, and the next one runs; what it returns is said of it.
+
+        One that `needs_s` seconds, about, is skipped where fewer are left.
+        """
+        if time.monotonic() + needs_s > self._end:
             self.skip(section, name, "no time left")
             return
         start = time.monotonic()

@@ -1,11 +1,12 @@
 """The whole run, into one Markdown file and one JSON file: correctness first, then figures.
 
-FlashInfer comes last, as it compiles for minutes at first use.
+What compiles for minutes comes last: models, and FlashInfer. Both are skipped with a word where they are not installed.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 import time
 from pathlib import Path
@@ -34,9 +35,16 @@ def main() -> int:
     seed = 0 if device.is_dry else int(time.time())
     torch.manual_seed(seed)
     report = Report(given.folder, device.describe() | {"seed": str(seed), "command": f"{_COMMAND} FOLDER"}, LIMIT_S)
+    torch.backends.cudnn.allow_tf32 = False  # products are already in fp32, and tokens are compared
     check_ops(report, device)
     check_graphs(report, device)
     take_figures(report, device)
+    if importlib.util.find_spec("transformers") is None:
+        report.skip("Models", "all", "transformers is not installed")
+    else:
+        from gpu.check_models import check_models
+
+        check_models(report, device)
     check_flashinfer(report, device)
     return 1 if report.has_failed else 0
 

@@ -12,6 +12,7 @@ from triton.runtime.errors import InterpreterError
 
 from torch_uma.ops import dtype_name, reference
 from torch_uma.ops import triton as kernels
+from torch_uma.ops.triton import segments
 from torch_uma.ops.triton.formats import from_float32, to_float32
 from torch_uma.ops.triton.launch import Machine
 from torch_uma.ops.triton.rows import plan_rows, row_offsets
@@ -203,7 +204,7 @@ def test_float32_becomes_the_nearest_number(dtype):
     stored = torch.empty(len(values), dtype=torch.int8 if dtype == torch.int8 else torch.uint8)
     grid = -(-len(values) // 65536)
     convert_kernel[(grid,)](values, stored, len(values), FROM="float32", TO=dtype_name(dtype), BLOCK=65536)
-    assert_same_bits(stored.view(dtype), reference._encode(values, dtype, None))
+    assert_same_bits(stored.view(dtype), reference.encode(values, dtype, None))
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=dtype_name)
@@ -237,6 +238,30 @@ def test_offsets_beyond_32_bits():
     numbers = torch.arange(64)
     assert torch.equal(at_caller[:2], torch.stack([numbers, 2**40 + numbers]))
     assert torch.equal(in_arena[:2], (entries * 2**16 + 2**33 + 16) // 2 + numbers)
+
+
+def test_rows_of_more_segments_than_can_be_counted_are_laid_out_anew(monkeypatch):
+    values = torch.randn(2, 5, 3, 6).transpose(1, 2)
+    entries = torch.tensor([[0, 3, 1], [6, 5, -1]])
+    for most, num_heads in ((30, 5), (29, 1)):
+        monkeypatch.setattr(segments, "_MOST_SEGMENTS", most)
+        made = segments_of(values, entries, None, torch.float32, writes=True, first_bytes=0, entry_bytes=128)
+        assert (made.num_heads, made.width) == (num_heads, 30 // num_heads)
+        expected, got = write_both([values], entries, 0, 128, [0], [torch.float32])
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("shape", [(7, 1), (1, 7)])
+def test_strides_of_one_row_or_one_token_have_no_part_in_what_is_compiled(shape):
+    """Or else each number of tokens, and each model's way to lay out one, would be compiled for."""
+    made = []
+    for more in (0, 1, 9):
+        values = torch.empty(*(size + more if size > 1 else 1 for size in shape), 512)
+        scale = torch.empty(*values.shape[:2], 1)
+        entries = torch.zeros(values.shape[:2], dtype=torch.int64)
+        rows = segments_of(values, entries, scale, torch.int8, writes=True, first_bytes=0, entry_bytes=512)
+        made.append(rows.arguments[2:])
+    assert made[0] == made[1] == made[2]
 
 
 @pytest.mark.parametrize(

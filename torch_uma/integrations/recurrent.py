@@ -13,12 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torch_uma.arena import staged
+from torch_uma.counts import whole
 from torch_uma.errors import PlanError, SequenceError
 from torch_uma.integrations.view import View
 from torch_uma.ledger import Lease
 from torch_uma.plan import Plan
 from torch_uma.pool import CachePool
-from torch_uma.step import Step
+from torch_uma.step import OpenStep, Step
 
 _PADDING = "padding of recurrent kernels"
 
@@ -113,9 +115,7 @@ def view_of(plan: Plan, layer: int, name: str) -> View:
 
 def why_not(kernel: str, view: View) -> str | None:
     """Why a kernel cannot work on these states in place; None if it can. PlanError for one that is not known."""
-    if kernel not in KERNELS:
-        raise PlanError(f"the kernel {kernel!r} is not known here; there are {', '.join(KERNELS)}")
-    takes = KERNELS[kernel]
+    takes = _known(kernel)
     stride_bytes = view.strides[0] * view.dtype.itemsize
     if takes.copies is not None:
         return takes.copies
@@ -132,8 +132,11 @@ def why_not(kernel: str, view: View) -> str | None:
 
 
 def num_slots(kernel: str, view: View) -> int:
-    """So many slots, the lowest, can a kernel address: all of them, unless it counts elements with 32 bits."""
-    most = KERNELS[kernel].most_elements
+    """So many slots, the lowest, can a kernel address: all of them, unless it counts elements with 32 bits.
+
+    PlanError for a kernel that is not known.
+    """
+    most = _known(kernel).most_elements
     if most is None:
         return view.shape[0]
     return min(view.shape[0], max(0, (most - prod(view.shape[1:])) // view.strides[0] + 1))
@@ -177,13 +180,14 @@ def states_of(step: Step, layer: int, name: str, kernel: str, *, num_rows: int |
     before: `clear_fresh` first, once a step. PlanError where the kernel would copy the pool, take a row for padding,
     write padding over a state, or wrap; SequenceError for a step that has ended. Does not wait for the device.
     """
-    if not step.is_open:
-        raise SequenceError("the step has ended, and its slots may be those of others; begin another one")
+    _check_open(step)
     view = view_of(step.pool.plan, layer, name)
     reason = why_not(kernel, view)
     if reason is not None:
         raise PlanError(f"{kernel} cannot work on {name!r} of layer {layer} in place: {reason}")
     takes, slots = KERNELS[kernel], step.slots()
+    if num_rows is not None:
+        num_rows = whole(num_rows, "num_rows of states", least=1, error=PlanError)
     num_padded = 0 if num_rows is None else num_rows - len(slots)
     if num_padded < 0:
         raise PlanError(f"the step has {len(slots)} rows, more than {num_rows}")
@@ -202,22 +206,36 @@ def states_of(step: Step, layer: int, name: str, kernel: str, *, num_rows: int |
     if num_padded and takes.skips == "none" and not takes.writes_slot_zero:
         raise PlanError(f"{kernel} has no padding; give it {len(slots)} rows")
     padding = np.full(num_padded, 0 if is_zero_padding else -1)
-    chosen = torch.from_numpy(np.append(slots, padding)).to(takes.index_dtype)
-    device = step.pool.device
     step.state_touched = True
     return States(
         pool=view.over(step.pool.arena.bytes),
-        slots=(chosen.pin_memory() if device.type == "cuda" else chosen).to(device, non_blocking=True),
+        slots=staged(np.append(slots, padding), step.pool.device).to(takes.index_dtype),
     )
 
 
 def clear_fresh(step: Step) -> None:
-    """Clear the states of rows that have none yet, of all layers. Writes the arena."""
+    """Clear the states of rows that have none yet, of all layers. Writes the arena. Raises as `states_of` does."""
+    _check_open(step)
+    if not step.pool.sequences.lifespans.states:
+        raise PlanError("the plan has no states, so there is none to clear")
     if not step.fresh.any():
         return
     pool = step.pool
     pages = pool.arena.pages(pool.plan.subpools[pool.sequences.lifespans.states[0]])
-    pages.index_fill_(0, torch.from_numpy(step.slots()[step.fresh]).to(pages.device), 0)
+    pages.index_fill_(0, staged(step.slots()[step.fresh], pages.device), 0)
+
+
+def _known(kernel: str) -> Kernel:
+    if kernel not in KERNELS:
+        raise PlanError(f"the kernel {kernel!r} is not known here; there are {', '.join(KERNELS)}")
+    return KERNELS[kernel]
+
+
+def _check_open(step: Step) -> None:
+    if not isinstance(step, OpenStep):
+        raise SequenceError(f"states are those of an open step of pool.begin() or pool.step(), not of {step!r}")
+    if not step.is_open:
+        raise SequenceError("the step has ended, and its slots may be those of others; begin another one")
 
 
 def _holds_slot_zero(pool: CachePool) -> bool:

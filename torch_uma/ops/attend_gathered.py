@@ -1,7 +1,7 @@
 """Attention on any device, without a look at a number: all that may be seen is gathered, and masked where it is not.
 
-Owns the way of `attend` for accelerators. Sizes follow from those of the tensors alone, so it can be captured in a
-graph, and it costs as much as the page table is wide.
+Owns the way of `attend` for accelerators, by the other ops, which have kernels there. Sizes follow from those of the
+tensors alone, so it can be captured in a graph, and it costs as much as the page table is wide.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from torch_uma.ops.attention import weigh, wide_dtype, with_sinks
-from torch_uma.ops.reference import gather_rows, locate
 
 # So many numbers of keys and values are gathered at a time.
 _MOST_GATHERED = 2**24
@@ -69,10 +68,10 @@ def attend_gathered(
         offset = keys_at - tokens.first_position[some]
         is_new = seen & (offset >= 0) if new_key is not None else torch.zeros_like(seen)
         stored_at = torch.where(seen & ~is_new, keys_at, -1)
-        entries = locate(page_table, v2p, tokens.rows[some, 0], stored_at, page_size, 1)
+        entries = torch.ops.torch_uma.locate(page_table, v2p, tokens.rows[some, 0], stored_at, page_size, 1)
         seen = (entries >= 0) | is_new
         widths = [num_kv_heads * dim for dim in dims]
-        found = gather_rows(
+        found = torch.ops.torch_uma.gather_rows(
             arena, entries, origin_bytes, entry_bytes, offsets_bytes, widths, dtypes, wide, [None] * len(widths)
         )
         key, value = (each.unflatten(-1, (num_kv_heads, -1)) for each in found)

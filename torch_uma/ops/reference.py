@@ -110,7 +110,7 @@ def write_rows(
             continue
         if scale is not None:
             values = values.reshape(*entries.shape, width)
-        stored = _encode(values, dtype, scale).reshape(num_entries, width)
+        stored = encode(values, dtype, scale).reshape(num_entries, width)
         target = _strided(arena, origin_bytes, entry_bytes, offset_bytes, width * dtype.itemsize)
         lanes = stored.contiguous().view(target.dtype)
         if picks is not None:
@@ -303,7 +303,8 @@ def _copy_pages(arena: Tensor, src_pages: Tensor, dst_pages: Tensor, origin_byte
     )
 
 
-def _encode(values: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
+def encode(values: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
+    """`values / scale` as they are stored in `dtype`."""
     if scale is None and values.dtype == dtype:
         return values
     if scale is not None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torch_uma.counts import whole
 from torch_uma.errors import PlanError
 from torch_uma.integrations.flashinfer.calls import Call
 from torch_uma.integrations.flashinfer.forms import Question, choose
@@ -61,6 +62,8 @@ class Attention:
         num_rows: int | None = None,
         capability: tuple[int, int] | None = None,
     ) -> None:
+        if num_rows is not None:
+            num_rows = whole(num_rows, "num_rows of a graph", least=1, error=PlanError)
         self._pool = weakref.ref(pool)
         self._library = library
         self._num_rows = num_rows
@@ -135,6 +138,8 @@ class Attention:
             found = "a replay of the graph that is captured would read the plan of this step"
         else:
             found = self._call(kind, storage, step, query, scale, softcap, sinks is not None)
+            if isinstance(found, Call) and not self._may_plan() and not self._run().is_planned(found):
+                found = "the current stream is not the arena's, as when torch.compile warms up a graph"
         if isinstance(found, str):
             self.declined[kind] = found
             return None
@@ -189,6 +194,15 @@ class Attention:
         if self._runner is None:
             self._runner = Runner(self._alive(), library=self._library, num_rows=self._num_rows)
         return self._runner
+
+    def _may_plan(self) -> bool:
+        """Whether work goes to the arena's stream.
+
+        A plan keeps tensors, and on another stream these may be of the memory of a graph, which torch.compile takes for
+        a leak; and the events of plans are of the arena's.
+        """
+        stream = self._alive().guard.epochs.stream
+        return stream is None or bool(torch.cuda.current_stream(stream.device) == stream)
 
     def _step_of(self, rows: Tensor) -> Step | None:
         """The open step over these rows of the tables; in a graph, whose rows have padding, the only one.

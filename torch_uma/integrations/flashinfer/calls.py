@@ -12,7 +12,7 @@ import torch
 from torch_uma.errors import PlanError
 from torch_uma.integrations.flashinfer.forms import Question, Serving, choose
 from torch_uma.integrations.flashinfer.forms import serving as serving_of
-from torch_uma.integrations.flashinfer.pages import Pages, pages_of
+from torch_uma.integrations.flashinfer.pages import Pages, pages_of, pool_of
 from torch_uma.integrations.flashinfer.storage import Storage, storage_of
 from torch_uma.plan import Plan
 from torch_uma.step import Step
@@ -92,13 +92,16 @@ def plan_call(
     `form` is taken if it serves; otherwise the first that does and has a plan. PlanError with the reason if none does.
     Does not look at the device.
     """
-    storage = storage_of(step.pool.plan, layer)
-    pages = pages_of(step, step.pool.plan.subpools[storage.geometry.subpool], num_rows=num_rows)
+    plan = pool_of(step).plan
+    storage = storage_of(plan, layer)
+    pages = pages_of(step, plan.subpools[storage.geometry.subpool], num_rows=num_rows)
     return call_over(storage, question, pages, form=form)
 
 
 def call_over(storage: Storage, question: Question, pages: Pages, *, form: str | None = None) -> Call:
     """The same over pages that are known already. PlanError if the question is of another layer or step."""
+    if not isinstance(question, Question):
+        raise PlanError(f"a call answers a question, which question_of makes, not {question!r}")
     if storage.geometry != question.geometry:
         raise PlanError("the question was asked of a layer of another geometry; ask question_of for this one")
     if pages.most_new_tokens > question.most_new_tokens:

@@ -6,11 +6,15 @@ that a refusal says why and what would help. Nothing here needs FlashInfer or a 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 import torch
 
+from torch_uma.counts import whole
 from torch_uma.errors import PlanError
 from torch_uma.integrations.flashinfer.storage import Geometry
 from torch_uma.layout import ALIGNMENT_BYTES, Chunk, Window
@@ -22,7 +26,7 @@ _WRAPS = 2**32
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """All that decides which form serves a layer in a step.
+    """All that decides which form serves a layer in a step. PlanError for numbers that mean nothing.
 
     Attributes:
         geometry: how keys and values lie.
@@ -50,12 +54,23 @@ class Question:
     capability: tuple[int, int] = (9, 0)
     has_finite_dead_rows: bool = False
 
+    def __post_init__(self) -> None:
+        whole(self.num_heads, "num_heads of a question", least=1, error=PlanError)
+        whole(self.most_new_tokens, "most_new_tokens of a question", least=1, error=PlanError)
+        if not isinstance(self.dtype, torch.dtype):
+            raise PlanError(f"the dtype of the queries is a torch.dtype, such as torch.bfloat16, not {self.dtype!r}")
+        for name, least in (("scale", -math.inf), ("softcap", 0.0), ("k_scale", -math.inf), ("v_scale", -math.inf)):
+            _check_number(getattr(self, name), name, least)
+        is_pair = isinstance(self.capability, tuple) and len(self.capability) == 2
+        if not is_pair or not all(isinstance(part, int) for part in self.capability):
+            raise PlanError(f"a capability is a pair, (9, 0) for an H100 or H200, not {self.capability!r}")
+
     @property
     def group(self) -> int:
         """Query heads that read one head of keys."""
         return self.num_heads // self.geometry.num_kv_heads
 
-    @property
+    @cached_property
     def shared(self) -> Question:
         """The question without what a plan does not depend on, so that it is equal for all layers of one plan."""
         return replace(self, most_new_tokens=1, k_scale=1.0, v_scale=1.0)
@@ -65,6 +80,12 @@ class Question:
         """Positions that a query sees before its own, as FlashInfer counts; -1 for all."""
         lifetime = self.geometry.lifetime
         return lifetime.num_tokens - 1 if isinstance(lifetime, Window) else -1
+
+
+def _check_number(value: Any, name: str, least: float) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or value < least:
+        raise PlanError(f"{name} of a question is a number{'' if least else ' of at least 0'}, not {value!r}")
 
 
 Rule = Callable[[Question], "str | None"]
@@ -115,6 +136,14 @@ def _has_heads(q: Question) -> str | None:
 
 def _one_token(q: Question) -> str | None:
     return None if q.most_new_tokens == 1 else f"it takes one query of each row, not {q.most_new_tokens}"
+
+
+def _drafts(q: Question) -> str | None:
+    if q.most_new_tokens == 1:
+        return "it takes several queries of a row; for one there is xqa_decode"
+    if q.geometry.dims[0] > 256:
+        return f"several queries of a row are not for heads of {q.geometry.dims[0]} numbers, of at most 256"
+    return None
 
 
 def _no_sinks(q: Question) -> str | None:
@@ -188,12 +217,24 @@ def _trtllm(q: Question) -> str | None:
     size = q.geometry.page_size
     if q.capability[0] != 10:
         return f"it is for compute capability 10, and this is {q.capability[0]}.{q.capability[1]}"
-    if q.geometry.dtypes[0] in _FP8:
-        return f"fp8 keys need fp8 queries there, and here are {q.dtype}; use fa2"
     if size & (size - 1):
         return f"pages of a power of two entries, not {size}"
     if q.geometry.page_stride >= 2**31:
         return f"it cuts strides to 31 bits, and pages lie {q.geometry.page_stride} elements apart"
+    return None
+
+
+def _trtllm_decode(q: Question) -> str | None:
+    """Of keys of e4m3 it makes what queries of bfloat16 need."""
+    dtype = q.geometry.dtypes[0]
+    if dtype == torch.float8_e5m2 or (dtype in _FP8 and q.dtype != torch.bfloat16):
+        return f"fp8 keys are float8_e4m3fn under queries of bfloat16 there, not {dtype} under {q.dtype}; use fa2"
+    return None
+
+
+def _trtllm_context(q: Question) -> str | None:
+    if q.geometry.dtypes[0] in _FP8:
+        return f"fp8 keys need fp8 queries there, and here are {q.dtype}; use fa2"
     return None
 
 
@@ -207,6 +248,8 @@ def _xqa(q: Question) -> str | None:
         return "of fp8 it reads float8_e4m3fn"
     if g.dims[0] % 16 or not 16 <= g.dims[0] <= 512:
         return f"heads of a multiple of 16 numbers up to 512, not {g.dims[0]}"
+    if g.dims[0] > 256 and q.group > 16:
+        return f"at most 16 query heads read one head of {g.dims[0]} numbers, not {q.group}"
     if g.entry_stride % g.dims[0]:
         return (
             f"it counts strides in heads and rounds down: {g.entry_stride} elements from entry to entry are no "
@@ -244,15 +287,26 @@ FORMS: dict[str, tuple[Rule, ...]] = {
     "decode_tensor_cores": (*_FA2, _one_token, _equal_dims, _no_sinks),
     "prefill_fa3": (*_FA3, _no_sinks),
     "prefill_fa2": (*_FA2, _no_sinks),
-    "trtllm_decode": (*_FUNCTION, _dims(*_SQUARE), _trtllm, _one_token),
-    "trtllm_context": (*_FUNCTION, _dims(*_SQUARE), _trtllm),
+    "trtllm_decode": (*_FUNCTION, _dims(*_SQUARE), _trtllm, _trtllm_decode, _one_token),
+    "trtllm_context": (*_FUNCTION, _dims(*_SQUARE), _trtllm, _trtllm_context),
     "xqa_decode": (*_FUNCTION, _xqa, _one_token),
+    "xqa_drafts": (*_FUNCTION, _xqa, _drafts),
     "persistent": (_layout, _has_heads, _no_sinks, _no_window, _equal_dims, _persistent),
 }
 """The rules of every form, the form that is taken first in front."""
 
-FUNCTIONS = ("trtllm_decode", "trtllm_context", "xqa_decode")
-"""Forms without a plan, for graphs of several steps. They give no log-sum-exp here."""
+FUNCTIONS = ("trtllm_decode", "trtllm_context", "xqa_decode", "xqa_drafts")
+"""Forms without a plan, for graphs. Those of XQA give no log-sum-exp."""
+
+
+def reads_tails(form: str, question: Question) -> bool:
+    """Whether a form multiplies what lies behind the last token, in its page, by 0, or may do so.
+
+    TMA fetches pages whole: TRT-LLM's do not say what they make of it, and neither does XQA's for fp8 on a Hopper.
+    """
+    is_hoppers = question.capability[0] == 9 and question.geometry.dtypes[0] in _FP8
+    return form.startswith("trtllm") or (form.startswith("xqa") and is_hoppers)
+
 
 _FEW_HEADS = 4  # of a group: with fewer, CUDA cores decode as fast as tensor cores
 

@@ -15,10 +15,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from torch_uma.counts import whole
 from torch_uma.errors import PlanError, SequenceError
 from torch_uma.layout import Chunk
 from torch_uma.lifespans import spread
 from torch_uma.plan import SubPool
+from torch_uma.pool import CachePool
 from torch_uma.step import Step
 from torch_uma.tables import Int64Array
 
@@ -41,6 +43,7 @@ class Pages:
         indices: [pages] physical pages.
         lengths: [R], tokens from the first of a row's pages on.
         last_page_len: [R], entries of a row's last page that are in use.
+        last_ids: [num_rows] int64 in an array, the virtual ids of these pages.
     """
 
     num_rows: int
@@ -50,6 +53,7 @@ class Pages:
     indices: Tensor
     lengths: Tensor
     last_page_len: Tensor
+    last_ids: Int64Array
 
     @cached_property
     def num_tokens(self) -> int:
@@ -68,12 +72,29 @@ class Pages:
         """
         counts = self.indptr.diff().long()
         longest = int(counts.max())
-        columns = longest if num_columns is None else num_columns
+        columns = longest if num_columns is None else _count(num_columns, "num_columns of a block table")
         if longest > columns:
             raise PlanError(f"a row reads {longest} pages, but the block table has {columns} columns; make it wider")
         table = torch.full((len(counts), columns), _SINK_PAGE, dtype=torch.int32)
         table[torch.arange(columns) < counts[:, None]] = self.indices
         return table
+
+    def draft_masks(self, most_new_tokens: int) -> Tensor:
+        """[T, words] uint16: for each new token a bit for each of its row's that it sees, of up to so many.
+
+        In words of 32 bits, the first token's the lowest, as XQA takes them, and each token sees itself.
+        """
+        counts = self.query_starts.diff().numpy().astype(np.int64)
+        place = spread(np.zeros_like(counts), counts)
+        seen = (place + 1)[:, None] - 32 * np.arange(-(-most_new_tokens // 32))
+        masks = (1 << seen.clip(0, 32)) - 1
+        return torch.from_numpy(masks.astype(np.uint32).view(np.uint16))
+
+    def tails(self, rows: Int64Array) -> Int64Array:
+        """Physical entries behind the tokens of these rows, in the last page of each."""
+        last_pages = self.indices.numpy()[self.indptr.numpy()[rows + 1] - 1].astype(np.int64)
+        used = self.last_page_len.numpy()[rows].astype(np.int64)
+        return spread(last_pages * self.page_size + used, self.page_size - used)
 
     def append(self, num_tokens: int | None = None) -> Append:
         """What FlashInfer's append functions take for the new tokens of all rows, `num_tokens` with padding.
@@ -83,9 +104,9 @@ class Pages:
         """
         counts = self.query_starts.diff().numpy().astype(np.int64)
         num_new = int(counts.sum())
-        if num_tokens is not None and num_tokens < num_new:
+        num_padded = 0 if num_tokens is None else _count(num_tokens, "num_tokens to append") - num_new
+        if num_padded < 0:
             raise PlanError(f"{num_new} new tokens do not fit into {num_tokens} rows of keys and values")
-        num_padded = 0 if num_tokens is None else num_tokens - num_new
         rows = np.repeat(np.arange(len(counts)), counts)
         positions = spread(self.lengths.numpy() - counts, counts)
         end = self.indptr[-1:] + 1
@@ -107,6 +128,7 @@ class Pages:
             indices=self.indices.pin_memory(),
             lengths=self.lengths.pin_memory(),
             last_page_len=self.last_page_len.pin_memory(),
+            last_ids=self.last_ids,
         )
 
 
@@ -121,6 +143,15 @@ class Append:
     last_page_len: Tensor
 
 
+def pool_of(step: Step) -> CachePool:
+    """The pool of an open step. SequenceError for one that has ended, and for what is none, such as a multi-step."""
+    if not isinstance(step, Step) or not step.is_open:
+        raise SequenceError(
+            f"what is read is planned for an open step of pool.begin() or pool.step(), not for {step!r}"
+        )
+    return step.pool
+
+
 def pages_of(step: Step, subpool: SubPool, *, num_rows: int | None = None) -> Pages:
     """What the rows of an open step read in a sub-pool that holds tokens, padded to `num_rows` rows.
 
@@ -128,11 +159,10 @@ def pages_of(step: Step, subpool: SubPool, *, num_rows: int | None = None) -> Pa
     SequenceError for a step that has ended, and for a multi-step, whose tokens only the device knows. Does not look at
     the device.
     """
-    if not isinstance(step, Step) or not step.is_open:
-        raise SequenceError(
-            f"what is read is planned for an open step of pool.begin() or pool.step(), not for {step!r}"
-        )
-    books = step.pool.sequences
+    pool = pool_of(step)
+    if subpool.is_state:
+        raise PlanError(f"{subpool.name!r} holds states, and FlashInfer attends to tokens; name another sub-pool")
+    books = pool.sequences
     k, size = subpool.index, subpool.page_size
     past = step.past
     new = past + step.num_new_tokens
@@ -148,8 +178,9 @@ def pages_of(step: Step, subpool: SubPool, *, num_rows: int | None = None) -> Pa
             "arena, as torch.ops.torch_uma.attend does with new_key"
         )
     indices = books.allocator.v2p[ids]
+    last_ids = ids[num_pages.cumsum() - 1].astype(np.int64)
     lengths = new - first * size
-    num_padded = 0 if num_rows is None else num_rows - len(past)
+    num_padded = 0 if num_rows is None else _count(num_rows, "num_rows of a graph") - len(past)
     if num_padded < 0:
         raise PlanError(f"the step has {len(past)} rows, but the graph was made for {num_rows}; make it for more")
     if num_padded:
@@ -167,8 +198,9 @@ def pages_of(step: Step, subpool: SubPool, *, num_rows: int | None = None) -> Pa
         indices=_int32(indices),
         lengths=_int32(lengths),
         last_page_len=_int32((lengths - 1) % size + 1),
+        last_ids=last_ids,
     )
-    return pages.pinned() if step.pool.device.type == "cuda" else pages
+    return pages.pinned() if pool.device.type == "cuda" else pages
 
 
 def _check_chunks(subpool: SubPool, past: Int64Array, new: Int64Array) -> None:
@@ -180,6 +212,10 @@ def _check_chunks(subpool: SubPool, past: Int64Array, new: Int64Array) -> None:
             f"new tokens of one row lie in two chunks of {chunk}, and a table of pages begins where only one of them "
             f"does; end the step at a multiple of {chunk}"
         )
+
+
+def _count(value: Any, name: str) -> int:
+    return whole(value, name, least=1, error=PlanError)
 
 
 def _starts(counts: Int64Array) -> Tensor:

@@ -11,12 +11,15 @@ import math
 import weakref
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from torch_uma.arena import staged
+from torch_uma.counts import whole
 from torch_uma.errors import PlanError
 from torch_uma.integrations.flashinfer.calls import Call
-from torch_uma.integrations.flashinfer.forms import FUNCTIONS, Question
+from torch_uma.integrations.flashinfer.forms import FUNCTIONS, Question, reads_tails
 from torch_uma.integrations.flashinfer.library import Library, load
 from torch_uma.integrations.flashinfer.pages import Pages
 from torch_uma.integrations.flashinfer.storage import clear_sink
@@ -31,8 +34,8 @@ class Runner:
     """FlashInfer over one pool.
 
     Outside of a graph two wrappers take turns for each kind of call; a captured graph reads the buffers of one, which
-    waits until its last plan has been copied. All share one workspace, as they run one after another on the arena's
-    stream.
+    waits until its last plan has been copied. Those of a kind share one workspace, as they run one after another on
+    the arena's stream.
 
     Args:
         pool: whose arena is read; its sink is cleared, so that padded rows read zeros.
@@ -49,13 +52,16 @@ class Runner:
         num_rows: int | None = None,
         workspace_bytes: int = _WORKSPACE_BYTES,
     ) -> None:
+        if num_rows is not None:
+            num_rows = whole(num_rows, "num_rows of a graph", least=1, error=PlanError)
+        workspace_bytes = whole(workspace_bytes, "workspace_bytes of a runner", least=1, error=PlanError)
         self._pool = weakref.ref(pool)  # which holds whoever attends over it
         self.num_rows = num_rows
         self._library = load() if library is None else library
         self._workspace_bytes = workspace_bytes
-        self._workspaces: dict[bool, Tensor] = {}
+        self._workspaces: dict[str, Tensor] = {}
         self._rings: dict[tuple[str, Question], _Ring] = {}
-        self._tables: dict[int, tuple[Pages, Tables]] = {}
+        self._tables: dict[tuple[int, int | None, int], tuple[Pages, Tables]] = {}
         clear_sink(pool.arena)
 
     @property
@@ -68,44 +74,48 @@ class Runner:
     def plan(self, call: Call) -> None:
         """Plan a call, unless a layer with the same plan and pages has been; PlanError while a graph is captured.
 
+        Where a form reads pages whole, entries behind the last tokens are cleared first, so that none is NaN.
+
         Waits only for the copy of an earlier plan by the same wrapper, which has mostly passed.
         """
-        if call.form in FUNCTIONS:
-            subpool = call.question.geometry.subpool
-            known = self._tables.get(subpool)
-            if known is None or known[0] is not call.pages:
-                self._check_not_captured()
-                self._tables[subpool] = (call.pages, self._tables_of(call, known))
+        if self.is_planned(call):
             return
-        key = (call.form, call.question.shared)
-        ring = self._rings.get(key)
-        if ring is None:
-            ring = self._rings[key] = _Ring(1 if self.num_rows is not None else 2)
-        if ring.pages is not call.pages:
-            self._check_not_captured()
-            ring.plan(call, self._library, self._workspace(is_zeroed=False), self._graph_size(call))
+        self._check_not_captured()
+        if call.form in FUNCTIONS:
+            key = self._table_key(call)
+            if reads_tails(call.form, call.question):
+                self._clear_tails(call)
+            self._tables[key] = (call.pages, self._tables_of(call, key, self._tables.get(key)))
+            return
+        ring = self._rings.setdefault((call.form, call.question.shared), _Ring(1 if self.num_rows is not None else 2))
+        ring.plan(call, self._library, self._workspace(call), self._graph_size(call))
+
+    def is_planned(self, call: Call) -> bool:
+        """Whether the call, or a layer with the same plan and pages, is what was planned last of its kind."""
+        if call.form in FUNCTIONS:
+            tables = self._tables.get(self._table_key(call))
+            return tables is not None and tables[0] is call.pages
+        ring = self._rings.get((call.form, call.question.shared))
+        return ring is not None and ring.pages is call.pages
 
     def run(self, call: Call, query: Tensor, *, sinks: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Attention of `query` [T, Hq, Dk], which was planned: `[T, Hq, Dv]`, and natural log-sum-exps `[T, Hq]`.
 
         For latents a query has the numbers of the latent and then those of the rotary key. New tokens must have been
-        written. `sinks` [Hq] as said in the question. Forms without a plan give no log-sum-exps. Does not wait, and can
-        be captured; a replay reads what was planned last.
+        written. `sinks` [Hq] as said in the question. The forms of XQA give no log-sum-exps. Does not wait, and can be
+        captured; a replay reads what was planned last. PlanError for a call that was not planned, and for queries or
+        sinks of another shape or dtype.
         """
-        if (sinks is not None) != call.question.has_sinks:
-            raise PlanError("sinks are given where the question says so, and nowhere else; ask with has_sinks")
+        query = _checked(call, query, sinks).contiguous()
         views = call.storage.tensors(self.pool.arena.bytes)
-        if call.form in FUNCTIONS:
-            tables = self._tables.get(call.question.geometry.subpool)
-            if tables is None or tables[0] is not call.pages:
-                raise PlanError("the call was not planned for this step; plan it first")
-            workspace = self._workspace(is_zeroed=True)
-            return run_function(self._library, call, query, views, sinks, workspace, tables[1]), None
-        ring = self._rings.get((call.form, call.question.shared))
-        if ring is None or ring.pages is not call.pages:
+        if not self.is_planned(call):
             raise PlanError("the call was not planned for this step; plan it first")
-        out, lse = ring.current.run(call, query, views, sinks)
-        return out, lse * math.log(2)
+        if call.form in FUNCTIONS:
+            tables = self._tables[self._table_key(call)][1]
+            out, lse = run_function(self._library, call, query, views, sinks, self._workspace(call), tables)
+        else:
+            out, lse = self._rings[call.form, call.question.shared].current.run(call, query, views, sinks)
+        return out, None if lse is None else lse * math.log(2)
 
     def _check_not_captured(self) -> None:
         if self.pool.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -113,12 +123,13 @@ class Runner:
                 "a step cannot be planned while a graph is captured; plan it before, and before each replay"
             )
 
-    def _workspace(self, *, is_zeroed: bool) -> Tensor:
-        """Forms without a plan keep counters in theirs, which begin at zero, so they have one of their own."""
-        if is_zeroed not in self._workspaces:
-            workspace = torch.empty(self._workspace_bytes, dtype=torch.uint8, device=self.pool.device)
-            self._workspaces[is_zeroed] = workspace.zero_() if is_zeroed else workspace
-        return self._workspaces[is_zeroed]
+    def _workspace(self, call: Call) -> Tensor:
+        """Forms without a plan keep counters in theirs, which begin at zero, where others have partial results."""
+        kind = call.form.partition("_")[0] if call.form in FUNCTIONS else "planned"
+        if kind not in self._workspaces:
+            make = torch.empty if kind == "planned" else torch.zeros
+            self._workspaces[kind] = make(self._workspace_bytes, dtype=torch.uint8, device=self.pool.device)
+        return self._workspaces[kind]
 
     def _graph_size(self, call: Call) -> GraphSize | None:
         if self.num_rows is None:
@@ -139,13 +150,46 @@ class Runner:
             return min(columns, (seen + geometry.page_size - 2) // geometry.page_size + 1)
         return columns
 
-    def _tables_of(self, call: Call, known: tuple[Pages, Tables] | None) -> Tables:
+    def _clear_tails(self, call: Call) -> None:
+        """Clear what lies behind the last token of each row in its page, once for a page: it may be NaN."""
+        books, pages = self.pool.sequences, call.pages
+        rows = np.flatnonzero(~books.is_clear[pages.last_ids])
+        if len(rows):
+            subpool = self.pool.plan.subpools[call.question.geometry.subpool]
+            entries = self.pool.arena.pages(subpool).view(-1, subpool.entry_bytes)
+            entries.index_fill_(0, staged(pages.tails(rows), entries.device), 0)
+            books.is_clear[pages.last_ids[rows]] = True
+
+    def _table_key(self, call: Call) -> tuple[int, int | None, int]:
+        """What tables depend on: the sub-pool, the columns that a graph needs, and the queries of a row in masks."""
         columns = None if self.num_rows is None else self._most_pages(call)
-        made = Tables(call.pages, self.pool.device, columns)
+        most_new_tokens = call.question.most_new_tokens if call.form == "xqa_drafts" else 0
+        return call.question.geometry.subpool, columns, most_new_tokens
+
+    def _tables_of(self, call: Call, key: tuple[int, int | None, int], known: tuple[Pages, Tables] | None) -> Tables:
+        _, columns, most_new_tokens = key
+        made = Tables(call.pages, self.pool.device, columns, most_new_tokens)
         if self.num_rows is None or known is None:
             return made
         known[1].update(made)  # a graph reads them where they are
         return known[1]
+
+
+def _checked(call: Call, query: Tensor, sinks: Tensor | None) -> Tensor:
+    """`query`. Kernels are told how many there are, and would read on behind fewer: PlanError for other than said."""
+    question, dims = call.question, call.question.geometry.dims
+    width = sum(dims) if question.geometry.is_latent else dims[0]
+    shape = (call.pages.num_tokens, question.num_heads, width)
+    if tuple(query.shape) != shape or query.dtype != question.dtype:
+        raise PlanError(
+            f"queries of this call are {question.dtype} of shape {shape}, padding included, not {query.dtype} of shape "
+            f"{tuple(query.shape)}"
+        )
+    if (sinks is not None) != question.has_sinks:
+        raise PlanError("sinks are given where the question says so, and nowhere else; ask with has_sinks")
+    if sinks is not None and tuple(sinks.shape) != (question.num_heads,):
+        raise PlanError(f"sinks are one number for each of {question.num_heads} heads, not of {tuple(sinks.shape)}")
+    return query
 
 
 class _Ring:

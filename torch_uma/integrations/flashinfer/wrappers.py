@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from torch_uma.arena import staged
 from torch_uma.errors import PlanError
 from torch_uma.integrations.flashinfer.calls import Call
 from torch_uma.integrations.flashinfer.library import Library
@@ -109,6 +110,7 @@ class _Prefill:
             options = dict(zip(names, buffers), use_cuda_graph=True)
         self._most_tokens = math.inf
         self._is_in_graph = graph is not None
+        self._device = workspace.device
         self._wrapper = self._make(library, call, workspace, dict(options, backend=call.form[-3:]))
 
     def _make(self, library: Library, call: Call, workspace: Tensor, options: dict[str, Any]) -> Any:
@@ -122,12 +124,16 @@ class _Prefill:
                 f"{num_tokens} new tokens in a graph whose schedule was laid out for {self._most_tokens}; capture "
                 "another one, or plan for the most tokens first"
             )
-        if self._is_in_graph and self._most_tokens == math.inf:
-            self._most_tokens = num_tokens
+        indices = pages.indices
+        if self._is_in_graph:
+            # Into the buffer of a graph it copies host memory by a copy that waits.
+            indices = staged(indices.numpy(), self._device)
+            if self._most_tokens == math.inf:
+                self._most_tokens = num_tokens
         self._wrapper.plan(
             qo_indptr=pages.query_starts,
             paged_kv_indptr=pages.indptr,
-            paged_kv_indices=pages.indices,
+            paged_kv_indices=indices,
             paged_kv_last_page_len=pages.last_page_len,
             num_qo_heads=question.num_heads,
             num_kv_heads=question.geometry.num_kv_heads,
@@ -218,22 +224,36 @@ def make(library: Library, call: Call, workspace: Tensor, graph: GraphSize | Non
 
 
 class Tables:
-    """What the forms without a plan read: block tables [R, columns] and lengths [R], int32 on the device."""
+    """What the forms without a plan read, on the device of `device`; by a copy that does not wait.
 
-    def __init__(self, pages: Pages, device: torch.device, num_columns: int | None = None) -> None:
+    Attributes:
+        block_tables: [R, columns] int32.
+        lengths: [R] int32.
+        query_starts, key_starts: [R + 1] int32, queries and keys before each row, and of all.
+        masks: [T, words] uint16, `Pages.draft_masks`; without words where there is one query of each row.
+        longest: tokens that a row of `block_tables` has room for.
+    """
+
+    def __init__(
+        self, pages: Pages, device: torch.device, num_columns: int | None = None, most_new_tokens: int = 0
+    ) -> None:
         table = pages.block_tables(num_columns)
-        self.block_tables = (table.pin_memory() if device.type == "cuda" else table).to(device, non_blocking=True)
-        self.lengths = pages.lengths.to(device, non_blocking=True)
-        self.query_starts = pages.query_starts.to(device, non_blocking=True)
-        self.indptr = _starts_of(pages.lengths).to(device, non_blocking=True)
+        self.block_tables = staged(table.numpy(), device)
+        self.lengths = staged(pages.lengths.numpy(), device)
+        self.query_starts = staged(pages.query_starts.numpy(), device)
+        self.key_starts = staged(_starts_of(pages.lengths).numpy(), device)
+        self.masks = staged(pages.draft_masks(most_new_tokens).numpy(), device)
         self.longest = table.shape[1] * pages.page_size
 
     def update(self, other: Tables) -> None:
-        """Take in the numbers of another of the same size, where these lie."""
-        self.block_tables.copy_(other.block_tables, non_blocking=True)
-        self.lengths.copy_(other.lengths, non_blocking=True)
-        self.query_starts.copy_(other.query_starts, non_blocking=True)
-        self.indptr.copy_(other.indptr, non_blocking=True)
+        """Take in the numbers of another, where these lie. PlanError for another number of queries."""
+        if self.masks.shape != other.masks.shape:
+            raise PlanError(
+                f"{len(other.masks)} new tokens in a graph that was made for {len(self.masks)}; take as many, or "
+                "capture another one"
+            )
+        for name in ("block_tables", "lengths", "query_starts", "key_starts", "masks"):
+            getattr(self, name).copy_(getattr(other, name))
 
 
 def run_function(
@@ -244,8 +264,11 @@ def run_function(
     sinks: Tensor | None,
     workspace: Tensor,
     tables: Tables,
-) -> Tensor:
-    """Attend by a form without a plan: `[T, Hq, Dv]`. Pages are given with heads outside, as TMA takes them."""
+) -> tuple[Tensor, Tensor | None]:
+    """Attend by a form without a plan: `[T, Hq, Dv]`, and log-sum-exps `[T, Hq]` to base 2 where it gives them.
+
+    Pages are given with heads outside, as TMA takes them.
+    """
     question = call.question
     arguments: dict[str, Any] = {
         "query": query,
@@ -259,20 +282,24 @@ def run_function(
         "sinks": None if sinks is None else sinks.float(),
         "kv_layout": "HND",
     }
+    if call.form.startswith("xqa"):
+        if call.form == "xqa_drafts":
+            arguments["q_len_per_req"] = question.most_new_tokens
+            arguments["q_cu_seq_lens"] = tables.query_starts
+            arguments["mask"] = tables.masks
+        return library.xqa_decode(**arguments, max_seq_len=tables.longest), None
+    arguments["return_lse"] = True
     if call.form == "trtllm_context":
-        attended: Tensor = library.trtllm_context(
+        attended: tuple[Tensor, Tensor] = library.trtllm_context(
             **arguments,
             max_q_len=call.pages.most_new_tokens,
             max_kv_len=tables.longest,
             batch_size=len(tables.lengths),
             cum_seq_lens_q=tables.query_starts,
-            cum_seq_lens_kv=tables.indptr,
+            cum_seq_lens_kv=tables.key_starts,
         )
         return attended
-    if call.form == "trtllm_decode":
-        arguments["backend"] = "trtllm-gen"
-    function = library.xqa_decode if call.form == "xqa_decode" else library.trtllm_decode
-    attended = function(**arguments, max_seq_len=tables.longest)
+    attended = library.trtllm_decode(**arguments, max_seq_len=tables.longest, backend="trtllm-gen")
     return attended
 
 

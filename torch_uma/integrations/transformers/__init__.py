@@ -5,7 +5,8 @@ Importing it registers `attn_implementation="torch_uma"`.
 
 from torch_uma.integrations.transformers import attention as attention
 from torch_uma.integrations.transformers.cache import UnifiedCache
+from torch_uma.integrations.transformers.speculation import speculate
 
-__all__ = ["UnifiedCache"]
+__all__ = ["UnifiedCache", "speculate"]
 
 attention.register()

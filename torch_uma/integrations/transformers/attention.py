@@ -16,19 +16,15 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from torch_uma.errors import GradientError, SequenceError
+from torch_uma.integrations.transformers.chosen import attend_blocks, hide_others, with_choice
 from torch_uma.integrations.transformers.reading import Reading, Scores, find
+from torch_uma.integrations.transformers.versions import chooses_keys
 
 NAME = "torch_uma"
 
 
 class InPlace(int):
     """A number of keys that nobody fetches: how masks see that attention will read the arena."""
-
-
-def text_config_of(source: Any) -> PreTrainedConfig | None:
-    """The config that a model's attention layers look at, from the model or its config; None for None."""
-    config = getattr(source, "config", source)
-    return None if config is None else config.get_text_config(decoder=True)
 
 
 def is_used(config: PreTrainedConfig | None) -> bool:
@@ -58,9 +54,10 @@ def mask(
 
     For keys in the arena, with plain causal attention: int64 [rows, 1, 1, 0] if that is nothing, so that attention can
     tell that there are such keys; int64 [rows, 1, 1, 1], the first token that is no padding; or, if the padding is not
-    all in front, bool [rows, 1, 1, tokens]. Otherwise the mask of "sdpa", and None in a trace. May synchronise.
+    all in front, bool [rows, 1, 1, tokens]. Otherwise, and where the model chooses among the keys that are shown, the
+    mask of "sdpa", and None in a trace. May synchronise.
     """
-    is_plain = not use_vmap and (allow_is_causal_skip or q_length == 1)
+    is_plain = not use_vmap and (allow_is_causal_skip or (q_length == 1 and not chooses_keys(kwargs.get("config"))))
     in_place = isinstance(kv_length, InPlace) or torch.compiler.is_compiling()
     if not in_place or not is_plain:
         other: Tensor | None = sdpa_mask(
@@ -107,13 +104,15 @@ def attention(
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
     indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
     torch_uma: Reading | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of `query` [rows, heads, new, dim] as transformers calls it: [rows, new, heads, value dim], and None.
 
-    With a `Reading` over what it covers in the arena, otherwise over `key` and `value`. SequenceError for what it
-    cannot do there: dropout, or masks of other forms over rows of unequal length.
+    With a `Reading` over what it covers in the arena, otherwise over `key` and `value`; of these only the chosen ones,
+    `indices` int [rows, new, n] or `block_indices` int64 [rows, key heads, new, n], where there are such. SequenceError
+    for what it cannot do there: dropout, or masks of other forms over rows of unequal length.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if torch_uma is None and not torch.compiler.is_compiling():
@@ -124,6 +123,8 @@ def attention(
                 f"{_name(module)} attends by {NAME!r} to keys that it did not get from this cache; make the cache of "
                 "the model that uses it, or of its own config, or use attn_implementation='sdpa' or 'eager'"
             )
+        chosen = (indices, block_indices, kwargs.get("position_ids"))
+        attention_mask = hide_others(module, query, key.shape[2], attention_mask, *chosen)
         if softcap is None and s_aux is None and position_bias is None:
             result: tuple[Tensor, None] = sdpa_attention_forward(
                 module, query, key, value, attention_mask, dropout=dropout, scaling=scale, **kwargs
@@ -145,8 +146,12 @@ def attention(
         )
     if attention_mask is not None and attention_mask.shape[-1] == 0:
         attention_mask = None
+    scores = Scores(scale, softcap or 0.0, s_aux, position_bias, attention_mask)
+    if block_indices is not None:
+        return attend_blocks(torch_uma, module, query, (key, value), scores, block_indices), None
+    if indices is not None or torch_uma.places.stores[torch_uma.store.rows[0].layer].index is not None:
+        scores = with_choice(torch_uma, scores, indices)
     attend = torch_uma.attend_latents if torch_uma.store.is_latent else torch_uma.attend
-    scores = Scores(scale, softcap or 0.0, s_aux, position_bias, attention_mask, indices)
     return attend(module, query, key, value, scores), None
 
 

@@ -17,24 +17,28 @@ from transformers.cache_utils import Cache
 
 from torch_uma.counts import whole
 from torch_uma.errors import PlanError, SequenceError
-from torch_uma.integrations.transformers.attention import NAME, is_used, text_config_of
+from torch_uma.integrations.transformers.attention import NAME, is_used
 from torch_uma.integrations.transformers.given import GivenStep
 from torch_uma.integrations.transformers.layers import (
     AttentionLayer,
     HybridLayer,
+    IndexedLayer,
     ReferenceLayer,
     StateLayer,
     make_layers,
     parts_of,
 )
+from torch_uma.integrations.transformers.origin import Origin, text_config_of
 from torch_uma.integrations.transformers.own import Lightning, as_minimax_cache, with_lightning
 from torch_uma.integrations.transformers.places import StepPlaces
 from torch_uma.integrations.transformers.rows import CacheRows
 from torch_uma.integrations.transformers.sizing import plan_for
 from torch_uma.integrations.transformers.steps import OwnSteps
+from torch_uma.integrations.transformers.stores import parts_of_memory
 from torch_uma.integrations.transformers.taking import TakingPlaces, TakingSteps
-from torch_uma.integrations.transformers.versions import asks_to_compile
-from torch_uma.layout import Chunk, Layer, State, Window
+from torch_uma.integrations.transformers.versions import asks_to_compile, asks_to_sample, text_of_prefill
+from torch_uma.layout import Chunk, Layer, Row, State, Window
+from torch_uma.precision import kept_as
 
 if TYPE_CHECKING:
     from torch_uma.multistep import MultiStep
@@ -57,7 +61,8 @@ class UnifiedCache(Cache):
     both it takes half of the free memory. It logs what it took at INFO. With `max_tokens` the keys and values are
     handed over as views with no copy, windows with twice the room. `page_size` (16; 8 where the arena is sized for the
     batch), `max_sequences` (rows, forks and beams that can exist at once; at least 256 by default), `dtype` (of
-    activations) and `device` (those of the model) are for the pool that it makes. PlanError for a pool made for
+    activations), `kv_dtype` (float8_e4m3fn, float8_e5m2 or bfloat16: keep keys, values and latents so, which changes
+    tokens) and `device` (that of the model) are for the pool that it makes. PlanError for a pool made for
     another model.
 
     Dropping the cache gives its rows back. A forward raises OutOfMemory (the cache stands as after the last whole
@@ -74,6 +79,7 @@ class UnifiedCache(Cache):
         page_size: int | None = None,
         max_sequences: int | None = None,
         dtype: torch.dtype | None = None,
+        kv_dtype: torch.dtype | str | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         from torch_uma.integrations.transformers.declare import declare
@@ -84,10 +90,10 @@ class UnifiedCache(Cache):
         if max_sequences is not None:
             max_sequences = whole(max_sequences, "max_sequences of a pool", least=1, error=PlanError)
         if pool is None:
-            layers = declare(model_or_config, dtype=dtype)
+            layers = kept_as(declare(model_or_config, dtype=dtype), kv_dtype)
         else:
             asked = {"memory": memory, "page_size": page_size, "max_sequences": max_sequences, "dtype": dtype}
-            for name, value in {**asked, "device": device}.items():
+            for name, value in {**asked, "kv_dtype": kv_dtype, "device": device}.items():
                 if value is not None:
                     raise PlanError(f"pool= has its {name} already; give either pool= or {name}=")
             pool.guard.check_usable()
@@ -99,13 +105,16 @@ class UnifiedCache(Cache):
         def is_in_place() -> bool:
             return not has_attention or is_used(config)
 
-        def make_pool(num_rows: int, tensor_device: torch.device, max_tokens: int | None, is_roomy: bool) -> CachePool:
+        def make_pool(
+            num_rows: int, tensor_device: torch.device, max_tokens: int | None, is_roomy: bool, past_tokens: int
+        ) -> CachePool:
             on = tensor_device if device is None else torch.device(device)
             options: dict[str, Any] = {"max_sequences": max_sequences or max(256, 4 * num_rows), "device": on}
             if memory is None and max_tokens is not None:
                 made_roomy = is_roomy or not is_in_place()  # the same room as that in which windows slide
                 entries = _SIZED_PAGE_ENTRIES if page_size is None else page_size
-                made = CachePool(plan_for(layers, num_rows, max_tokens, made_roomy, entries, on), **options)
+                sized = plan_for(layers, num_rows, max_tokens, made_roomy, entries, on, past_tokens)
+                made = CachePool(sized, **options)
             else:
                 entries = _PAGE_ENTRIES if page_size is None else page_size
                 made = CachePool(layers, memory=memory, page_size=entries, **options)
@@ -113,19 +122,21 @@ class UnifiedCache(Cache):
             return made
 
         if pool is None and memory is not None:
-            pool = make_pool(1, torch.get_default_device(), max_tokens, False)
+            pool = make_pool(1, torch.get_default_device(), max_tokens, False, 0)
         rows = CacheRows(make_pool, pool=pool, max_tokens=max_tokens)
-        self._steps: OwnSteps | GivenStep = OwnSteps(rows, parts_of(layers), is_in_place)
+        self._steps: OwnSteps | GivenStep = OwnSteps(rows, parts_of(layers), is_in_place, Origin(model_or_config))
         self._bind(layers)
 
     @classmethod
     def _of_step(cls, step: Step) -> UnifiedCache:
         """The cache of a step that is opened and closed by `pool.step`."""
+        origin = _origin_of(step.pool)
+        origin.check(step.pool)
         cache = cls.__new__(cls)
         # States are views: nothing is fetched.
         in_place = not _stores_tokens(step.pool.plan.layers) or is_used(_config_of(step.pool))
         places = StepPlaces(step.pool, step, whole=True, in_place=in_place)
-        cache._steps = GivenStep(places, step.pool)
+        cache._steps = GivenStep(places, step.pool, origin)
         cache._bind(step.pool.plan.layers)
         return cache
 
@@ -133,6 +144,11 @@ class UnifiedCache(Cache):
     def _of_multi_step(cls, multi: MultiStep) -> UnifiedCache:
         """The cache of a multi-step; SequenceError for a model that has states or does not attend in the arena."""
         config = _config_of(multi.pool)
+        if _has_index(multi.pool.plan.layers):
+            raise SequenceError(
+                "a model that chooses its keys by index keys asks how many there are, which nobody knows on the host "
+                "during a multi-step; take its steps one by one"
+            )
         if not is_used(config):
             raise SequenceError(
                 f"between the steps of a multi-step only attention by {NAME!r} can follow; make the pool of the model, "
@@ -148,9 +164,12 @@ class UnifiedCache(Cache):
         """SequenceError if the model cannot tell apart sequences with so many new tokens, packed into one batch row."""
         state = next((subpool.name for subpool in pool.plan.subpools if subpool.is_state), None)
         config = _config_of(pool)
-        if state is None and is_used(config):
+        has_index = _has_index(pool.plan.layers)
+        if state is None and not has_index and is_used(config):
             return
-        if state is not None:
+        if has_index:
+            why, remedy = "layers with index keys would choose among the keys of all of them", ""
+        elif state is not None:
             why, remedy = f"layers with a {state!r} would carry it from one into the next", ""
         elif config is None:
             why, remedy = "the pool was made of no model, or it is gone", "make the pool of the model, or "
@@ -168,7 +187,11 @@ class UnifiedCache(Cache):
             self.__class__ = as_minimax_cache(Lightning, kind)
         Cache.__init__(self, layers=list(make_layers(layers, self._steps)))
         self._declared = layers
-        self._may_be_fixed = not any(
+        self._prompt: torch.Tensor | None = None  # what `generate()` began with, of a model that has states alone
+        self._has_index = _has_index(layers)
+        # Models with states beside index keys, as qwen4_exp and glm5_next, read numbers back to group what they choose.
+        self._is_eager = self._has_index and any(self.is_linear)
+        self._may_be_fixed = not self._is_eager and not any(
             isinstance(memory.lifetime, Chunk) or memory.lifetime == Window(1) or memory.tokens_per_entry > 1
             for layer in layers
             for memory in layer.memories
@@ -204,11 +227,18 @@ class UnifiedCache(Cache):
 
         `generate()` asks this before every forward. A model without attention says nothing else of one that is
         compiled, so the step of its next token begins with the question. On a CPU, where transformers does not compile
-        unasked, the answer is always yes: stock attention then gets a mask for one token, with which "sdpa" does not
-        read strided keys once for every head. OutOfMemory.
+        unasked, the answer is yes: stock attention then gets a mask for one token, with which "sdpa" does not read
+        strided keys once for every head. While the past is recorded it is no: what a forward records is not traced. The
+        recording of an assisted `generate()` ends with the question of one that is not. OutOfMemory.
         """
         steps = self._steps
+        if self._is_eager or (self._has_index and steps.in_place):  # which reads no index keys of a fixed size
+            return False
         if isinstance(steps, OwnSteps) and not torch.compiler.is_compiling():
+            if steps.is_recording and asks_to_sample():
+                self.deactivate_past_recording()
+            if steps.is_recording:
+                return False
             if steps.in_place and all(self.is_linear):
                 steps.announce(1)
             is_compiled = asks_to_compile()
@@ -222,6 +252,32 @@ class UnifiedCache(Cache):
         if steps.pool is not None and steps.pool.device.type == "cpu":
             return True
         return steps.reads_fixed
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """For each layer whether it has states and nothing else.
+
+        `generate()` takes off a text what the cache holds of it, but not where all layers are such, as their own caches
+        know no length. This one does, so while that is asked it says that none is. Synchronises then.
+        """
+        linear = [isinstance(layer, StateLayer) and not isinstance(layer, AttentionLayer) for layer in self.layers]
+        if isinstance(self._steps, OwnSteps) and not torch.compiler.is_compiling() and all(linear):
+            text = text_of_prefill()
+            if text is not None and self._holds_part_of(text):
+                return [False] * len(linear)
+        return linear
+
+    def _holds_part_of(self, text: torch.Tensor) -> bool:
+        """Whether the rows hold the first tokens of `text`, as far as can be told: it may be new as well."""
+        length = self._own().at_rest().length
+        if length == 0:
+            self._prompt = text if text.dim() == 2 else None
+        if length == 0 or text.shape[1] <= length:
+            return False
+        known = self._prompt
+        if known is None or text.dim() != 2 or len(text) != len(known):
+            return True
+        return torch.equal(text[:, : known.shape[1]], known)
 
     def _finish(self) -> None:
         """Writes back what the forward of a `pool.step` changed in copies."""
@@ -253,6 +309,13 @@ class UnifiedCache(Cache):
         layer: Any = self.layers[layer_idx]
         stored: tuple[torch.Tensor, torch.Tensor] = layer.update(key_states, value_states, *args, **kwargs)
         return stored
+
+    def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        """Stores new index keys of a layer; returns those of all tokens. PlanError for a layer that has none."""
+        self._check_layer(layer_idx, IndexedLayer, "index keys")
+        layer: Any = self.layers[layer_idx]
+        index_keys: torch.Tensor = layer.update_indexer(indexer_key_states)
+        return index_keys
 
     def update_conv_state(
         self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
@@ -295,19 +358,50 @@ class UnifiedCache(Cache):
         max_tokens = whole(max_tokens, "max_tokens of a cache", least=1, error=PlanError)
         self._own().at_rest().expect(batch_size, max_tokens)
 
+    def early_initialization(
+        self,
+        batch_size: int,
+        num_heads: int | list[int],
+        head_dim: int | list[int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Makes `batch_size` empty rows, of any model, if there are none; the rest is known, and only counted."""
+        super().early_initialization(batch_size, num_heads, head_dim, dtype, device)
+        rows = self._own().at_rest()
+        if not rows:
+            rows.add(batch_size, device)
+
     def reset(self) -> None:
         """Frees the rows; the next forward starts again, with any batch size that fits."""
         self._own().reset()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """`crop(-n)` removes the last n tokens of every row; SequenceError for states, left windows and too many."""
+        """`crop(-n)` removes the last n tokens of every row; what was recorded of their past goes, also with crop(0).
+
+        SequenceError for too many, and for tokens behind which a window or a state has gone on with nothing recorded.
+        """
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes the negative number of tokens to remove, not {tokens_to_remove}")
         rows = self._own().at_rest()
         if -tokens_to_remove > rows.length:
             raise SequenceError(f"cannot remove {-tokens_to_remove} of {rows.length} tokens")
-        if tokens_to_remove:
-            rows.crop(rows.length + tokens_to_remove)
+        rows.crop(rows.length + tokens_to_remove)
+
+    def activate_past_recording(self, num_tokens: int | None = None) -> None:
+        """From the next forward on, keeps what `crop` needs to take tokens back: all since the last crop.
+
+        Of a single forward only the last `num_tokens`, if that is given. Windows keep their pages, a convolution its
+        inputs. Of recurrent states there is one checkpoint, where these tokens begin: `crop` goes back to it, not
+        behind it, and what is to stay is run again.
+        """
+        if num_tokens is not None:
+            num_tokens = whole(num_tokens, "num_tokens of a recording", least=1, error=SequenceError)
+        self._own().at_rest().record(num_tokens)
+
+    def deactivate_past_recording(self) -> None:
+        """Lets go of what was recorded of the past, and records nothing from now on."""
+        self._own().at_rest().stop_recording()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row b becomes what row `beam_idx[b]` was; pages are shared, not copied. Synchronises with the device."""
@@ -330,6 +424,7 @@ class UnifiedCache(Cache):
         memo[id(self)] = fork
         fork._steps = steps.fork()
         fork._bind(self._declared)
+        fork._prompt = self._prompt
         for mine, theirs in zip(fork.layers, self.layers, strict=True):
             if isinstance(mine, ReferenceLayer) and isinstance(theirs, ReferenceLayer):
                 mine.follow(theirs)
@@ -378,6 +473,10 @@ _MADE_FOR: weakref.WeakKeyDictionary[CachePool, weakref.ref[Any]] = weakref.Weak
 """The model or config last seen to store what a pool was made for, as it takes a forward to see."""
 
 
+_ORIGINS: weakref.WeakKeyDictionary[CachePool, Origin] = weakref.WeakKeyDictionary()
+"""What the pools that steps were opened over were made of."""
+
+
 def _config_of(pool: CachePool) -> PreTrainedConfig | None:
     """The text config of the model that a pool was made of, None if it was made of a plan or the model is gone."""
     return text_config_of(None if pool.made_for is None else pool.made_for())
@@ -388,12 +487,18 @@ def _stores_tokens(layers: Sequence[Layer]) -> bool:
     return any(not isinstance(memory.lifetime, State) for layer in layers for memory in layer.memories)
 
 
+def _has_index(layers: Sequence[Layer]) -> bool:
+    """Whether any layer chooses keys by index keys."""
+    return any("index" in parts_of_memory(memory) for layer in layers for memory in layer.memories)
+
+
 def _check_made_for(pool: CachePool, model_or_config: Any) -> None:
     from torch_uma.integrations.transformers.declare import declare
 
     if pool in _MADE_FOR and _MADE_FOR[pool]() is model_or_config:
         return
-    stored = [_shapes(layer) for layer in declare(model_or_config)]
+    declared = declare(model_or_config)
+    stored = [_shapes(layer) for layer in declared]
     held = [_shapes(layer) for layer in pool.plan.layers]
     if stored != held:
         index = next((i for i, (a, b) in enumerate(zip(stored, held, strict=False)) if a != b), None)
@@ -403,7 +508,26 @@ def _check_made_for(pool: CachePool, model_or_config: Any) -> None:
             f"the pool was made for another model: this one stores {difference}, the pool {instead}; "
             "make a CachePool of this model, or leave pool= out"
         )
+    for index, (rows, held_rows) in enumerate(zip(map(_rows, declared), map(_rows, pool.plan.layers), strict=True)):
+        for row, held_row in zip(rows, held_rows, strict=True):
+            if held_row.computed_dtype not in (None, row.dtype):
+                raise PlanError(
+                    f"the pool was made for a model that computes {held_row.name!r} of layer {index} in "
+                    f"{held_row.computed_dtype}, and this one computes it in {row.dtype}; make a CachePool of this "
+                    "model, or leave pool= out"
+                )
     _MADE_FOR[pool] = weakref.ref(model_or_config)
+
+
+def _origin_of(pool: CachePool) -> Origin:
+    """What the pool was made of, as it was at the first step."""
+    if pool not in _ORIGINS:
+        _ORIGINS[pool] = Origin(None if pool.made_for is None else pool.made_for())
+    return _ORIGINS[pool]
+
+
+def _rows(layer: Layer) -> list[Row]:
+    return [row for memory in layer.memories for row in memory.rows]
 
 
 def _shapes(layer: Layer) -> list[Any]:

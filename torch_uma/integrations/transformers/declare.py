@@ -8,7 +8,6 @@ the only file that knows the names in transformers' configs.
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -33,12 +32,13 @@ from torch_uma.integrations.transformers.compressed import memories_of
 from torch_uma.integrations.transformers.own import LIGHTNING, as_minimax_cache, check_remembers
 from torch_uma.integrations.transformers.prompt import REFERENCE
 from torch_uma.integrations.transformers.restarts import restarting
-from torch_uma.integrations.transformers.versions import layer_configs, layer_kinds
+from torch_uma.integrations.transformers.versions import cache_argument, layer_configs, layer_kinds
 from torch_uma.layout import Chunk, Full, Layer, Lifetime, Memory, Row, State, Window
 
 _ATTENTION_KINDS: dict[str, Callable[..., Lifetime]] = {
     "full_attention": Full,
     "indexed_attention": Full,
+    "minimax_m3_sparse": Full,
     "hybrid": Full,
     REFERENCE: Full,
     "sliding_attention": Window,
@@ -48,7 +48,6 @@ _ATTENTION_KINDS: dict[str, Callable[..., Lifetime]] = {
     "heavily_compressed_attention": Window,
 }
 _OTHER_KINDS = ("linear_attention", "conv", "dummy")
-_CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
 _NUM_TOKENS = 3
 
 
@@ -56,9 +55,9 @@ def declare(model_or_config: Any, *, dtype: torch.dtype | None = None) -> tuple[
     """Layers of a transformers model or config, in the order of its cache.
 
     `dtype` is the dtype of the activations; without it, that of the model's parameters or the one named by the config.
-    Rows of a token are `k` and `v` [kv_heads, head_dim], `latent` and `rope_key` [1, width], `index_key` [width]; those
-    of a sequence are `conv` [channels, kernel] and `recurrent` [...], then `conv_1`, `recurrent_1`, ..., or `lightning`
-    [heads, head_dim, head_dim].
+    Rows of a token are `k` and `v` [kv_heads, head_dim], `latent` and `rope_key` [1, width], `index_key` [width], or
+    [1, width] where it scores blocks of tokens, and `index_position` [axes]; those of a sequence are `conv` [channels,
+    kernel] and `recurrent` [...], then `conv_1`, `recurrent_1`, ..., or `lightning` [heads, head_dim, head_dim].
     Raises PlanError for a config without layers, for kinds of layers that are not known, and for models that keep what
     they remember outside the cache. Nothing is allocated, and the model is neither run nor changed.
     """
@@ -194,8 +193,7 @@ def _first_argument(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> t
 
 def _run(decoder: Any, config: PreTrainedConfig, kinds: list[str], lifetimes: list[Lifetime | None]) -> DynamicCache:
     """The cache after first forwards; its layers carry `kind`, `lifetime`, `latent_width` and `restarted_by`."""
-    parameters = inspect.signature(decoder.forward).parameters
-    argument = next((name for name in _CACHE_ARGUMENTS if name in parameters), None)
+    argument = cache_argument(decoder.forward)
     if argument is None:
         raise PlanError(f"{config.model_type} takes no cache: it keeps what it remembers elsewhere")
     cache_class: Any = as_minimax_cache(_FirstForwards) if config.model_type == "minimax" else _FirstForwards
@@ -265,11 +263,17 @@ def _token_rows(layer: Any) -> tuple[Row, ...]:
     index_keys: torch.Tensor | None = getattr(layer, "indexer_keys", None)
     if index_keys is not None:
         rows.append(_row("index_key", index_keys.shape[2:], index_keys.dtype))
+    block_keys: torch.Tensor | None = getattr(layer, "idx_keys", None)
+    if block_keys is not None:
+        rows.append(_row("index_key", block_keys.shape[1::2], block_keys.dtype))
+    positions: torch.Tensor | None = getattr(layer, "indexer_position_ids", None)
+    if positions is not None:  # [axes, batch, tokens]
+        rows.append(_row("index_position", positions.shape[:1], positions.dtype))
     return tuple(rows)
 
 
 def _row(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Row:
-    return Row(name=name, shape=tuple(shape), dtype=dtype)
+    return Row(name=name, shape=tuple(shape), dtype=dtype, computed_dtype=dtype)
 
 
 def _producer(config: PreTrainedConfig, index: int) -> int | None:

@@ -15,6 +15,7 @@ import torch
 
 from torch_uma.integrations.transformers.stores import Store, TokenStore
 from torch_uma.layout import Chunk, Window
+from torch_uma.ops.reference import encode
 from torch_uma.plan import SubPool
 from torch_uma.runs import Run
 
@@ -24,12 +25,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class FixedTokens:
-    """Keys and values of one layer, [rows, heads, num_columns, head_dim] or, as stored, [rows, num_columns, width].
+    """Keys and values of one layer, or its index keys.
 
-    Column 0 is the row's first token, or, once there are more than `num_columns`, the first that a window holds.
+    They are [rows, heads, num_columns, head_dim] or, as stored, [rows, num_columns, width].
+
+    They are stored in `dtypes`; those of one byte are viewed as uint8, since torch puts no others at an index. Column 0
+    is the row's first token, or, once there are more than `num_columns`, the first that a window holds.
     """
 
-    views: tuple[torch.Tensor, torch.Tensor]
+    views: tuple[torch.Tensor, ...]
+    dtypes: tuple[torch.dtype, ...]
     num_columns: int
     is_window: bool
 
@@ -40,20 +45,22 @@ class FixedTokens:
         last = self.num_columns - 1
         return (past - last).clamp(min=0) if isinstance(past, torch.Tensor) else max(past - last, 0)
 
-    def update(self, past: torch.Tensor, new: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, past: torch.Tensor, new: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """Write one new token of each row, behind `past` (0-d int64); returns all columns in the dtype of the new."""
         column = past.clamp(max=self.num_columns - 1).view(1)
         results = []
-        for view, states in zip(self.views, new, strict=True):
+        for view, dtype, states in zip(self.views, self.dtypes, new, strict=True):
             if view.dim() == 3:
                 view = view.unflatten(2, (states.shape[1], states.shape[3])).transpose(1, 2)
-            view.index_copy_(2, column, states.to(view.dtype))
-            results.append(view.to(states.dtype))
-        return results[0], results[1]
+            view.index_copy_(2, column, encode(states, dtype).view(view.dtype))
+            results.append(view.view(dtype).to(states.dtype))
+        return tuple(results)
 
 
-def fixed_tokens(step: Step, stores: tuple[Store, ...]) -> dict[int, FixedTokens] | None:
-    """By layer what a step of one token reads, if every kind of memory has its rows in a run with room; else None.
+def fixed_tokens(step: Step, stores: tuple[Store, ...]) -> dict[tuple[int, str], FixedTokens] | None:
+    """What a step of one token reads, if every kind of memory has its rows in a run with room; else None.
+
+    By layer, and "tokens" for its keys and values or "index" for its index keys.
 
     Clears what has not been cleared of that room.
     """
@@ -73,9 +80,9 @@ def fixed_tokens(step: Step, stores: tuple[Store, ...]) -> dict[int, FixedTokens
         if start + num_columns > past + 1:  # a window that is full ends with the new token
             step.clear_behind(step.pool.plan.subpools[k], start + num_columns)
     return {
-        layer: _view(store.tokens, len(step.past), *extents[store.tokens.subpool.index])
-        for layer, store in enumerate(stores)
-        if store.tokens is not None
+        (layer, part): _view(store, len(step.past), *extents[store.subpool.index])
+        for layer, stored in enumerate(stores)
+        for part, store in stored.paged.items()
     }
 
 
@@ -97,6 +104,7 @@ def _view(store: TokenStore, num_rows: int, start: int, num_columns: int, run: R
     first_page, pages_between_rows = run
     views = []
     for grid in store.grids:  # [pages, page_size, *shape]
+        grid = grid.view(torch.uint8) if grid.dtype.itemsize == 1 else grid
         # A row that is alone has a stride too, for which graphs are made.
         between_rows = pages_between_rows * grid.stride(0) if num_rows > 1 else num_columns * grid.stride(1)
         view = grid.as_strided(
@@ -106,4 +114,5 @@ def _view(store: TokenStore, num_rows: int, start: int, num_columns: int, run: R
         )
         views.append(view.transpose(1, 2) if grid.dim() == 4 else view)
     is_window = isinstance(store.subpool.lifetime, Window)
-    return FixedTokens(views=(views[0], views[1]), num_columns=num_columns, is_window=is_window)
+    dtypes = tuple(placed.row.dtype for placed in store.rows)
+    return FixedTokens(views=tuple(views), dtypes=dtypes, num_columns=num_columns, is_window=is_window)

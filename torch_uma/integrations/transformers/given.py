@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from torch_uma.errors import SequenceError
+from torch_uma.integrations.transformers.origin import Origin
 from torch_uma.integrations.transformers.places import StepPlaces
 from torch_uma.layout import Lifetime
 
@@ -32,9 +33,12 @@ def in_forward() -> bool:
 class GivenStep:
     """The one step that `pool.step` opened and will close; every call of a layer belongs to it, and to one forward."""
 
-    def __init__(self, places: StepPlaces, pool: CachePool) -> None:
+    is_recording = False
+
+    def __init__(self, places: StepPlaces, pool: CachePool, origin: Origin | None = None) -> None:
         self.places = places
         self.pool = pool
+        self._origin = origin  # until its user is known
         self._lacks_inputs = not places.is_even
         self._touches: set[tuple[int, str, bool]] = set()
 
@@ -79,11 +83,14 @@ class GivenStep:
                 f"but the forward has {num_new_tokens}; open another step for them"
             )
         if not torch.compiler.is_compiling():  # what is traced must not depend on what was called before
+            if self._origin is not None:
+                self._origin.check_user()
+                self._origin = None
             self._check_first(layer, name, is_read)
         return self.places
 
-    def leave(self, layer: int) -> None:
-        """A layer has stored its tokens; the step is closed by whoever opened it."""
+    def leave(self, layer: int, name: str) -> None:
+        """A layer has stored its tokens or index keys; the step is closed by whoever opened it."""
 
     def length(self) -> int | torch.Tensor:
         """Tokens that the longest sequence held before the step; a tensor for a trace that goes on for other steps.
@@ -95,6 +102,11 @@ class GivenStep:
         if (self.places.in_place or self.places.fixed is not None) and torch.compiler.is_compiling():
             return self.places.longest_past
         return self.places.max_past
+
+    def length_at(self, layer: int) -> int | torch.Tensor:
+        """The same, with the new tokens once the layer has stored them; in a trace, as before them."""
+        is_ahead = (layer, "tokens", False) in self._touches
+        return self.length() + (self.places.num_new_tokens if is_ahead else 0)
 
     def has_tokens(self) -> bool:
         """Whether any sequence held tokens before the step."""

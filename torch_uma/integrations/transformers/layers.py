@@ -12,15 +12,19 @@ from typing import Any, NoReturn
 import torch
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
-from torch_uma.errors import GradientError, PlanError, SequenceError
+from torch_uma.errors import PlanError, SequenceError
 from torch_uma.integrations.transformers.attention import NAME, InPlace
 from torch_uma.integrations.transformers.compressed import Groups
 from torch_uma.integrations.transformers.given import GivenStep, in_forward
+from torch_uma.integrations.transformers.index import IndexKeys
 from torch_uma.integrations.transformers.keep import (
-    Pair,
+    Rows,
     append,
+    check_computed,
+    check_no_gradients,
     check_stored,
     gather,
+    gradient_error,
     has_dtype,
     views,
     write,
@@ -29,8 +33,9 @@ from torch_uma.integrations.transformers.keep import (
 from torch_uma.integrations.transformers.places import StepPlaces
 from torch_uma.integrations.transformers.prompt import REFERENCE, Prompt
 from torch_uma.integrations.transformers.reading import Reading, leave
+from torch_uma.integrations.transformers.recording import is_recurrent
 from torch_uma.integrations.transformers.steps import OwnSteps, Part
-from torch_uma.integrations.transformers.stores import check_served, groups_of
+from torch_uma.integrations.transformers.stores import INDEX_KEY, check_served, groups_of, parts_of_memory
 from torch_uma.integrations.transformers.versions import DummyLayer
 from torch_uma.layout import Chunk, Full, Layer, Lifetime, State, Window
 
@@ -72,11 +77,12 @@ class Unplanned:
 class AttentionLayer(ArenaLayer, CacheLayerMixin):
     """Keys and values of one layer, needed for ever or in a window."""
 
+    keys = values = None  # part of the interface; the arena holds them
+    is_croppable = True
+
     def __init__(self, layer: int, lifetime: Lifetime, steps: Steps) -> None:
-        self.keys = self.values = None  # part of the interface; the arena holds them
         self.path = "none"
         self.is_sliding = not isinstance(lifetime, Full)
-        self.is_croppable = not self.is_sliding
         if isinstance(lifetime, Window | Chunk):
             self.sliding_window = lifetime.num_tokens
         self._layer = layer
@@ -101,8 +107,7 @@ class AttentionLayer(ArenaLayer, CacheLayerMixin):
         What it returns may be a view of the arena, good until the next forward. For attention that reads the arena it
         returns what it was given, and puts a `Reading` into the dictionary `kwargs`. OutOfMemory, GradientError.
         """
-        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
-            raise _gradient_error()
+        check_no_gradients(key_states, value_states)
         places = self._steps.enter(self._layer, "tokens", num_new_tokens=key_states.shape[-2], like=key_states)
         assert places is not None
         store = places.stores[self._layer].tokens
@@ -113,11 +118,11 @@ class AttentionLayer(ArenaLayer, CacheLayerMixin):
         if places.fixed is not None and (places.is_fixed or is_traced):
             if not is_traced:
                 self.path = "view"
-            keys, values = places.fixed[self._layer].update(places.longest_past, new)
-            self._steps.leave(self._layer)
+            keys, values = places.fixed[self._layer, "tokens"].update(places.longest_past, new)
+            self._steps.leave(self._layer, "tokens")
             return keys, values
         where = places.tokens[store.subpool.index]
-        made: Pair | None = None
+        made: Rows | None = None
         if is_traced or not has_dtype(store, new):
             write(places.arena, store, where.write, new)
         elif where.run is not None and places.is_on_host:
@@ -156,7 +161,7 @@ class AttentionLayer(ArenaLayer, CacheLayerMixin):
         else:
             self.path = "gather"
             keys, values = gather(places, store, where.appends, new)
-        self._steps.leave(self._layer)
+        self._steps.leave(self._layer, "tokens")
         return keys, values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int | torch.Tensor]:  # type: ignore[override]
@@ -182,6 +187,28 @@ class AttentionLayer(ArenaLayer, CacheLayerMixin):
             return int(self.sliding_window)
         limit = None if isinstance(self._steps, GivenStep) else self._steps.rows.max_tokens
         return -1 if limit is None else limit
+
+
+class IndexedLayer(IndexKeys, AttentionLayer):
+    """A layer that has index keys beside keys and values, or index keys alone."""
+
+    @property
+    def keys(self) -> torch.Tensor | None:  # type: ignore[override]  # nobody sets it
+        """How many tokens there are keys of, as [1, 1, tokens, 0]: the arena has the keys. None for none.
+
+        SequenceError in a trace, where nobody knows.
+        """
+        if torch.compiler.is_compiling():
+            raise SequenceError(
+                f"layer {self._layer} is asked how many keys it has, which a compiled forward does not know; run this "
+                "model without torch.compile"
+            )
+        num_tokens = int(self.get_seq_length())
+        return torch.empty((1, 1, num_tokens, 0), device="meta") if num_tokens else None
+
+    def get_seq_length(self) -> int | torch.Tensor:  # type: ignore[override]  # a tensor in a trace
+        """Tokens of the longest row, with the new ones of a forward once the layer has stored their keys."""
+        return self._steps.length_at(self._layer)
 
 
 class SingleLayer(AttentionLayer):
@@ -233,14 +260,16 @@ class LiveStates:
 
 
 class StateLayer(ArenaLayer, LinearAttentionCacheLayerMixin):
-    """Convolution and recurrent states of one layer."""
+    """Convolution and recurrent states of one layer.
+
+    `is_croppable`: they are the last inputs of convolutions and nothing else, so that recorded inputs give older ones.
+    """
 
     is_croppable = False
     is_compileable = False
 
     def __init__(self, layer: int, number_of_states: int, steps: Steps, restarted_by: str = "") -> None:
         self.number_of_states = number_of_states
-        self.record_past = False
         self.path = "none"
         self._restarted_by = restarted_by
         self._layer = layer
@@ -256,12 +285,19 @@ class StateLayer(ArenaLayer, LinearAttentionCacheLayerMixin):
         """The live recurrent states by index."""
         return LiveStates(self, "recurrent")
 
-    def activate_past_recording(self) -> None:
-        """SequenceError: a state of the past is not kept."""
-        raise SequenceError(
-            "past states are not recorded, so this cache cannot take back tokens of a recurrent layer; "
-            "generate without speculation, or fork the cache with copy.deepcopy before"
-        )
+    @property
+    def record_past(self) -> bool:
+        """Whether the inputs of convolutions are recorded, so that mixers have to hand them over; set False to stop."""
+        return self.is_croppable and self._steps.is_recording
+
+    @record_past.setter
+    def record_past(self, is_recording: bool) -> None:
+        assert isinstance(self._steps, OwnSteps)
+        rows = self._steps.at_rest()
+        if is_recording:
+            rows.record(None)
+        else:
+            rows.stop_recording()
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: the arena has the states."""
@@ -275,7 +311,7 @@ class StateLayer(ArenaLayer, LinearAttentionCacheLayerMixin):
         if isinstance(self._steps, OwnSteps) and not torch.compiler.is_compiling() and not in_forward():
             return self._steps.at_rest().state(self._layer, name)
         if torch.is_grad_enabled():
-            raise _gradient_error()
+            raise gradient_error()
         places = self._steps.enter(self._layer, name, is_read=True)
         if places is None or places.fresh:
             return None
@@ -285,9 +321,15 @@ class StateLayer(ArenaLayer, LinearAttentionCacheLayerMixin):
     def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
         """Keeps the last of [batch, channels, tokens]; returns the old state and all of these, padded on the left."""
         places, state = self._write(conv_states, "conv", state_idx)
-        missing = state.shape[-1] - conv_states.shape[-1]
+        width = state.shape[-1]
+        missing = width - conv_states.shape[-1]
+        if self.record_past or not places.fresh:
+            inputs = torch.cat([state.to(conv_states.dtype), conv_states], dim=-1)
+        if self.record_past:
+            assert isinstance(self._steps, OwnSteps)
+            self._steps.note_inputs(self._layer, _row_name("conv", state_idx), inputs, width)
         if not places.fresh:
-            conv_states = torch.cat([state.to(conv_states.dtype), conv_states], dim=-1)
+            conv_states = inputs
         elif missing > 0:
             conv_states = torch.nn.functional.pad(conv_states, (missing, 0))
         state.copy_(conv_states[..., -state.shape[-1] :])
@@ -304,11 +346,14 @@ class StateLayer(ArenaLayer, LinearAttentionCacheLayerMixin):
 
     def _write(self, new: torch.Tensor, kind: str, state_idx: int) -> tuple[StepPlaces, torch.Tensor]:
         if torch.is_grad_enabled():
-            raise _gradient_error()
+            raise gradient_error()
         num_new_tokens = new.shape[-1] if kind == "conv" else None
         name = _row_name(kind, state_idx)
         places = self._steps.enter(self._layer, name, num_new_tokens=num_new_tokens, like=new)
         assert places is not None
+        store = places.stores[self._layer].state
+        assert store is not None
+        check_computed(store.rows[name], new, store.grids[name].device)
         if self._restarted_by and places.num_new_tokens > 1 and not places.fresh:
             raise SequenceError(
                 f"{self._restarted_by} starts its recurrent states anew in a forward of several tokens, and would "
@@ -338,7 +383,6 @@ class HybridLayer(StateLayer, AttentionLayer):
     ) -> None:
         AttentionLayer.__init__(self, layer, lifetime, steps)
         StateLayer.__init__(self, layer, number_of_states, steps, restarted_by)
-        self.is_croppable = False
 
     def get_max_length(self) -> int:
         """As for keys and values alone."""
@@ -355,7 +399,7 @@ def make_layers(layers: Iterable[Layer], steps: Steps) -> list[CacheLayer]:
     """
     made: list[CacheLayer] = []
     for index, layer in enumerate(layers):
-        number_of_states, is_single, groups = 0, False, groups_of(layer)
+        number_of_states, has_index, is_single, groups = 0, False, False, groups_of(layer)
         lifetime: Lifetime | None = None
         for memory in layer.memories:
             if groups and not isinstance(memory.lifetime, Window):
@@ -365,39 +409,43 @@ def make_layers(layers: Iterable[Layer], steps: Steps) -> list[CacheLayer]:
             else:
                 check_served(index, memory)
                 lifetime = memory.lifetime
+                has_index = any(row.name == INDEX_KEY for row in memory.rows)
                 is_single = memory.rows[-1].name == "v" and memory.rows[-1].num_bytes == 0
+        if number_of_states and has_index:
+            raise PlanError(
+                f"layer {index} stores index keys beside states; UnifiedCache serves them in layers of each"
+            )
         if number_of_states and lifetime is not None:
             made.append(HybridLayer(index, number_of_states, lifetime, steps, layer.restarted_by))
         elif number_of_states:
             made.append(StateLayer(index, number_of_states, steps, layer.restarted_by))
         elif lifetime is not None:
-            kind = CompressedLayer if groups else SingleLayer if is_single else AttentionLayer
-            made.append((ReferenceLayer if layer.name == REFERENCE else kind)(index, lifetime, steps))
+            kind: type[AttentionLayer] = AttentionLayer
+            if layer.name == REFERENCE:
+                kind = ReferenceLayer
+            elif groups or is_single:
+                kind = CompressedLayer if groups else SingleLayer
+            elif has_index:
+                kind = IndexedLayer
+            made.append(kind(index, lifetime, steps))
         else:
             made.append(DummyLayer())
+        if number_of_states:
+            made[-1].is_croppable = not is_recurrent([layer])
     return made
 
 
 def parts_of(layers: Iterable[Layer]) -> list[Part]:
-    """Every layer's tokens and every row of every layer's state or groups, as far as every forward stores them."""
-    parts = []
+    """Every layer's tokens, index keys, groups and rows of its state, as far as every forward stores them."""
+    parts: list[Part] = []
     for index, layer in enumerate(layers):
         groups = groups_of(layer)
         for memory in layer.memories:
-            if not isinstance(memory.lifetime, State):
-                parts.append((index, "tokens"))
-            elif not groups:
-                parts += [(index, row.name) for row in memory.rows]
+            if not groups or isinstance(memory.lifetime, Window):
+                parts += [(index, name) for name in parts_of_memory(memory)]
         parts += [(index, name) for name in groups]
     return parts
 
 
 def _row_name(kind: str, state_idx: int) -> str:
     return kind if state_idx == 0 else f"{kind}_{state_idx}"
-
-
-def _gradient_error() -> GradientError:
-    return GradientError(
-        "a forward that records gradients would write into the cache, whose rows later steps overwrite; "
-        "wrap the call in torch.no_grad(), or pass use_cache=False to train"
-    )

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from torch_uma.arena import staged
 from torch_uma.errors import SequenceError
 from torch_uma.lifespans import spread
-from torch_uma.tables import staged
 
 if TYPE_CHECKING:
     from torch_uma.plan import SubPool

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from torch_uma.arena import staged
 from torch_uma.errors import SequenceError
 from torch_uma.integrations.transformers.fixed import fixed_tokens
 from torch_uma.integrations.transformers.packing import Packing
@@ -22,7 +23,7 @@ from torch_uma.ops.reads import Reads, plan_reads
 from torch_uma.ops.reference import on_host
 from torch_uma.plan import SubPool
 from torch_uma.runs import Run
-from torch_uma.tables import Int64Array, staged
+from torch_uma.tables import Int64Array
 
 if TYPE_CHECKING:
     from torch_uma.pool import CachePool
@@ -110,7 +111,7 @@ class StepPlaces:
         for layer, store in enumerate(self.stores):
             if whole and store.state is not None:
                 self.state(layer)
-            if whole and store.tokens is not None and not in_place:
+            if whole and store.paged and not in_place:
                 self.extent(layer)
 
     # Not kept: a trace makes them part of its graph, and a forward that runs on the host asks for none of them.
@@ -124,6 +125,15 @@ class StepPlaces:
     def longest_past(self) -> torch.Tensor:
         """0-d int64, tokens of the longest row before the step."""
         return self._past.amax()
+
+    @property
+    def columns_in_front(self) -> torch.Tensor:
+        """[rows, 1] int64, columns in front of each row where all rows end at one column."""
+        return self.max_past - self._past
+
+    def positions_at(self, columns: torch.Tensor) -> torch.Tensor:
+        """[rows] int64, the positions at a column for each row, of rows that end at one; 0 in front of a row."""
+        return columns if self.is_even else (columns - self.columns_in_front[:, 0]).clamp(min=0)
 
     @property
     def query_starts(self) -> torch.Tensor:
@@ -148,8 +158,7 @@ class StepPlaces:
     def extent(self, layer: int) -> tuple[int, int]:
         """First column and number of columns of the keys that a layer reads, of rows that end at one column."""
         if layer not in self._extents:
-            store = self.stores[layer].tokens
-            assert store is not None
+            store = next(iter(self.stores[layer].paged.values()))
             self._extents[layer] = extent(store.subpool.lifetime, self.past.tolist(), self.num_new_tokens)
         return self._extents[layer]
 
@@ -158,9 +167,8 @@ class StepPlaces:
         is_traced = torch.compiler.is_compiling()
         if self.fixed is None or not (self.is_fixed or is_traced):
             return None
-        return self.fixed[layer].num_columns, self.fixed[layer].offset(
-            self.longest_past if is_traced else self.max_past
-        )
+        fixed = self.fixed[layer, next(iter(self.stores[layer].paged))]
+        return fixed.num_columns, fixed.offset(self.longest_past if is_traced else self.max_past)
 
     def page_table(self, subpool: SubPool) -> torch.Tensor:
         """The page tables of all rows of the pool, [all rows, columns] int32 at a fixed address."""
@@ -173,8 +181,18 @@ class StepPlaces:
             end = offset + length - (self.num_new_tokens if self.tokens[subpool.index].appends else 0)
             # Rows are aligned at their ends: a column before a row's first token has a negative position.
             columns = torch.arange(offset, end, device=self.arena.device)
-            self._fetched[subpool.index] = self.step.entries(subpool, columns - (self.max_past - self._past))
+            self._fetched[subpool.index] = self.step.entries(subpool, columns - self.columns_in_front)
         return self._fetched[subpool.index]
+
+    def read_from_start(self, subpool: SubPool) -> torch.Tensor:
+        """The same of full attention where all rows begin with column 0: -1 behind a row that is shorter."""
+        columns = torch.arange(self.max_past + self.num_new_tokens, device=self.arena.device)
+        return self.step.entries(subpool, torch.where(columns < self.lengths[:, None], columns, -1))
+
+    def read_past(self, subpool: SubPool) -> torch.Tensor:
+        """The int64 entries [rows, longest past] of full attention before the step, -1 in front of shorter rows."""
+        columns = torch.arange(self.max_past, device=self.arena.device)
+        return self.step.entries(subpool, columns - self.columns_in_front)
 
     def reads(self, store: TokenStore, starts: torch.Tensor | None) -> Reads:
         """What a layer's attention reads in the arena, where `starts` [rows] are the first tokens that are seen.
@@ -209,14 +227,19 @@ class StepPlaces:
         return np.arange(self.num_rows + 1) * self.num_new_tokens
 
     def inputs(self) -> Tensors:
-        """The position ids [batch, new]; and for attention to rows that are fetched, and aligned at their ends, the
-        attention mask [rows, longest past + new], unless nothing is masked.
+        """The position ids [batch, new]; and for attention to rows that are fetched, and aligned at their ends, or for
+        a choice among their keys, the attention mask [rows, longest past + new], unless nothing is masked.
         """
-        if self.in_place or self.fixed is not None:
+        if self.fixed is not None or (self.in_place and (self.is_even or not self._chooses_columns)):
             return {"position_ids": self._positions}
         columns = torch.arange(self.max_past + self.num_new_tokens, device=self.arena.device)
         attention_mask = (columns >= self.max_past - self._past).long()
         return {"attention_mask": attention_mask, "position_ids": self._positions}
+
+    @property
+    def _chooses_columns(self) -> bool:
+        """Whether layers choose single keys, by index keys that end at one column."""
+        return any(store.index is not None and len(store.index.rows[0].row.shape) == 1 for store in self.stores)
 
     def state(self, layer: int) -> Tensors:
         """The state of `layer` by row name, [rows, *shape] in the order of the batch: live, to be changed in place.

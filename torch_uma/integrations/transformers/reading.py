@@ -52,7 +52,7 @@ class Reading(NamedTuple):
     places: StepPlaces
     store: TokenStore
     new: tuple[Tensor, Tensor]
-    views: tuple[Tensor, Tensor] | None = None
+    views: tuple[Tensor, ...] | None = None
 
     def attend(self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """Attention of `query` [rows, heads, new, dim]: [rows, new, heads, value dim]."""
@@ -62,6 +62,15 @@ class Reading(NamedTuple):
                 self.places.unused = None
                 return attend_run(query, keys, values, scores.scale, scores.sinks)
         return self._attend(query, key, value, self.store.offsets_bytes, scores)
+
+    def attend_head(self, query: Tensor, key: Tensor, value: Tensor, head: int, scores: Scores) -> Tensor:
+        """As `attend`, of the queries of one head of the keys, `head` of `key` and `value`, alone."""
+        offsets_bytes = tuple(
+            offset + head * states.shape[3] * placed.row.dtype.itemsize
+            for offset, states, placed in zip(self.store.offsets_bytes, (key, value), self.store.rows, strict=True)
+        )
+        own = slice(head, head + 1)
+        return self._attend(query, key[:, own], value[:, own], offsets_bytes, scores)
 
     def attend_latents(
         self, module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, scores: Scores
@@ -97,7 +106,7 @@ class Reading(NamedTuple):
         return torch.einsum("bqhr,hvr->bqhv", attended, of_values)
 
     def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, offsets_bytes: tuple[int, int], scores: Scores
+        self, query: Tensor, key: Tensor, value: Tensor, offsets_bytes: tuple[int, ...], scores: Scores
     ) -> Tensor:
         """[rows, new, heads, value dim], with keys and values of these shapes at `offsets_bytes` of an entry."""
         places, subpool = self.places, self.store.subpool
@@ -150,7 +159,7 @@ class Reading(NamedTuple):
                 "or a choice of keys; give the model **cache.inputs() alone, or open a step for each number of tokens"
             )
         if mask is not None and mask.dtype == torch.int64 and mask.shape[1:] == (1, 1, 1):
-            starts = mask.flatten()
+            starts = self.places.positions_at(mask.flatten())
             self._check_chunks(starts)
             return starts, options if bias is None else options | self._columns(None, bias)
         if mask is not None or bias is not None:
@@ -213,7 +222,7 @@ class Reading(NamedTuple):
 
     def _check_adjacent(self) -> None:
         latent, rope_key = self.store.rows
-        if latent.offset_bytes + latent.row.num_bytes != rope_key.offset_bytes:
+        if rope_key.row.num_bytes and latent.offset_bytes + latent.row.num_bytes != rope_key.offset_bytes:
             raise PlanError(
                 f"latents of {latent.row.num_bytes} bytes are not a multiple of 16, so keys cannot be read as one; "
                 "use attn_implementation='sdpa'"

@@ -15,12 +15,14 @@ import numpy as np
 import torch
 
 from torch_uma.errors import ClosedError, OutOfMemory, SequenceError, TorchUmaError
+from torch_uma.integrations.transformers.recording import Recording
 from torch_uma.integrations.transformers.stores import stores_of
 from torch_uma.layout import Full
 from torch_uma.transplant import transplant
 
 if TYPE_CHECKING:
     from torch_uma.batch import Batch
+    from torch_uma.plan import SubPool
     from torch_uma.pool import CachePool
     from torch_uma.sequence import Sequence
     from torch_uma.step import Step
@@ -32,13 +34,14 @@ class CacheRows:
     """What one cache has of a pool.
 
     `make_pool` makes the pool, for a number of rows on a device, of `max_tokens`, when the first rows are made and
-    `pool` is None; and a roomier one for the same rows, which has room for any step within `max_tokens`.
-    `max_tokens` is the length for which the rows are given room at once, None for as much as they need, doubled.
+    `pool` is None; and a roomier one for the same rows, which has room for any step within `max_tokens`; both with room
+    for a past of so many tokens. `max_tokens` is the length for which the rows are given room at once, None for as much
+    as they need, doubled. `recording` is what the rows keep of their past, None if they do not.
     """
 
     def __init__(
         self,
-        make_pool: Callable[[int, torch.device, int | None, bool], CachePool],
+        make_pool: Callable[[int, torch.device, int | None, bool, int], CachePool],
         *,
         pool: CachePool | None = None,
         max_tokens: int | None = None,
@@ -46,11 +49,13 @@ class CacheRows:
         self.pool = pool
         self.max_tokens = max_tokens
         self.sequences: list[Sequence] = []
+        self.recording: Recording | None = None
         self._make_pool = make_pool
         self._batch: Batch | None = None
         self._room_tokens = 0
         self._window_tokens = 0  # rows of so many tokens have a run for their windows, or cannot have one
         self._is_roomy = False
+        self._past_tokens = self._sized_tokens = 0  # for which the pool was sized
         self._num_sized_for: int | None = None  # rows, if the pool was made for so many of `max_tokens`
 
     def __len__(self) -> int:
@@ -65,7 +70,9 @@ class CacheRows:
         """Makes `num_rows` empty rows where there are none, and the pool if there is none. All of them or none."""
         assert not self.sequences
         if self.pool is None:
-            self.pool = self._make_pool(num_rows, device, self.max_tokens, False)
+            self._sized_tokens = self.max_tokens or 0
+            self._past_tokens = self._recorded_tokens(self._sized_tokens)
+            self.pool = self._make_pool(num_rows, device, self.max_tokens, False, self._past_tokens)
             self._num_sized_for = None if self.max_tokens is None else num_rows
         if self.pool.closed:
             raise _closed_error()
@@ -105,6 +112,8 @@ class CacheRows:
     def select(self, rows: Iterable[int]) -> None:
         """Row i becomes what row `rows[i]` was; rows that are taken twice share pages. Nothing changes if it fails."""
         self.check_whole()
+        if self.recording is not None:
+            self.recording.crop(self.sequences, self.length)
         wanted = [self.sequences[row] for row in rows]
         unused = set(wanted)
         forks: list[Sequence] = []
@@ -142,15 +151,33 @@ class CacheRows:
         return other
 
     def crop(self, num_tokens: int) -> None:
-        """Shortens every row."""
-        self.check_whole()
-        for sequence in self.sequences:
-            sequence.crop(num_tokens)
-        self._window_tokens = min(self._window_tokens, num_tokens)  # the room behind them went too
+        """Shortens every row, or lets go of the past if it is as long already."""
+        if self.sequences and self.recording is not None:
+            self.check_whole()
+            self.recording.crop(self.sequences, num_tokens)
+        elif num_tokens < self.length:
+            self.check_whole()
+            for sequence in self.sequences:
+                sequence.crop(num_tokens)
+            self._window_tokens = min(self._window_tokens, num_tokens)  # the room behind them went too
+
+    def record(self, num_tokens: int | None) -> None:
+        """Keeps from now on what `crop` needs to take back the last `num_tokens` tokens of a step, None for all."""
+        if self.recording is None:
+            self.recording = Recording(num_tokens, self.length)
+        self.recording.num_tokens = num_tokens
+
+    def stop_recording(self) -> None:
+        """Lets go of the past, and keeps none from now on."""
+        recording, self.recording = self.recording, None
+        if recording is not None and self.pool is not None and not self.pool.closed:
+            recording.stop(self.sequences)
 
     def free(self) -> None:
         """Gives up the rows."""
         if self.pool is not None and not self.pool.closed:
+            if self.recording is not None:
+                self.recording.forget()
             _free(self.sequences)
         self.sequences = []
         self._batch = None
@@ -158,6 +185,8 @@ class CacheRows:
     def abandon(self, step: Step | None) -> None:
         """`free` for a finalizer; `step` is the one that is open over the rows."""
         sequences, self.sequences, self._batch = self.sequences, [], None
+        if self.recording is not None:
+            sequences = sequences + self.recording.take()
         if self.pool is not None:
             self.pool.abandon(sequences, step)
 
@@ -177,13 +206,13 @@ class CacheRows:
                     self._make_room_for_windows(num_tokens, num_new_tokens)
                 self._make_room(num_tokens)
                 try:
-                    return self.pool.begin(self._batch, num_new_tokens)
+                    return self._open(num_new_tokens)
                 except OutOfMemory:
                     if self._may_move_out(num_tokens, num_new_tokens):
-                        self._move_out()
+                        self._move_out(num_tokens, num_new_tokens)
                     elif not self.pool.give_back_room(self._batch):
                         raise
-                return self.pool.begin(self._batch, num_new_tokens)
+                return self._open(num_new_tokens)
             except OutOfMemory as error:
                 lengths = [sequence.length for sequence in self.sequences]
                 message = (
@@ -209,6 +238,14 @@ class CacheRows:
         slots = torch.from_numpy(self.pool.allocator.v2p[ids].astype(np.int64))
         return store.grids[name].index_select(0, slots.to(self.pool.device))
 
+    def entries(self, subpool: SubPool) -> torch.Tensor:
+        """Where the tokens of full attention lie between two steps: int64 entries [rows, length]."""
+        assert self.pool is not None
+        columns, within = np.divmod(np.arange(self.length), subpool.page_size)
+        ids = np.stack([sequence.pages[subpool.index][columns] for sequence in self.sequences])
+        pages = self.pool.allocator.v2p[ids].astype(np.int64)
+        return torch.from_numpy(pages * subpool.page_size + within).to(self.pool.device)
+
     def check_whole(self) -> None:
         """Raise SequenceError if a forward was stopped after it had changed states in place."""
         if self.pool is None or not self.sequences or not self.pool.sequences.any_torn:
@@ -221,17 +258,43 @@ class CacheRows:
                 "in place; reset() the cache and start again with the whole text"
             ) from None
 
-    def _may_move_out(self, num_tokens: int, num_new_tokens: int) -> bool:
-        """Whether a roomier pool would do: this one has no room to read a window and leave another in one step."""
-        is_expected = self.max_tokens is not None and num_tokens <= self.max_tokens
-        return is_expected and num_new_tokens > 1 and self._num_sized_for == len(self) and not self._is_roomy
+    def _open(self, num_new_tokens: int) -> Step:
+        assert self.pool is not None and self._batch is not None
+        if self.recording is not None:
+            self.recording.begin(self.sequences, num_new_tokens)
+        return self.pool.begin(self._batch, num_new_tokens)
 
-    def _move_out(self) -> None:
+    def _recorded_tokens(self, num_new_tokens: int) -> int:
+        """Tokens of the next step that may be taken back."""
+        if self.recording is None:
+            return 0
+        return num_new_tokens if self.recording.num_tokens is None else self.recording.num_tokens
+
+    def _may_move_out(self, num_tokens: int, num_new_tokens: int) -> bool:
+        """Whether a roomier pool would do: this one has no room to read a window and leave another in one step.
+
+        Or none for the past that is to be kept, or for speculative tokens beyond the last one that is expected.
+        """
+        past_tokens = self._recorded_tokens(num_new_tokens)
+        if self.max_tokens is None or num_tokens - past_tokens > self.max_tokens or self._num_sized_for != len(self):
+            return False
+        if self.recording is not None and self.recording.length < self.length:  # what it has kept would be lost
+            return False
+        is_roomier = num_new_tokens > 1 and not self._is_roomy
+        return is_roomier or past_tokens > self._past_tokens or num_tokens > self._sized_tokens
+
+    def _move_out(self, num_tokens: int, num_new_tokens: int) -> None:
         assert self.pool is not None
-        pool = self._make_pool(len(self), self.pool.device, self.max_tokens, True)
+        self._is_roomy = True
+        self._past_tokens = max(self._past_tokens, self._recorded_tokens(num_new_tokens))
+        self._sized_tokens = max(self._sized_tokens, num_tokens)
+        pool = self._make_pool(len(self), self.pool.device, self._sized_tokens, True, self._past_tokens)
         sequences = transplant(self.sequences, pool)
+        length = self.length
         self.free()
-        self.pool, self._is_roomy = pool, True
+        if self.recording is not None:
+            self.recording.length = length
+        self.pool = pool
         self._hold(sequences)
         self._room_tokens = self._window_tokens = 0
 

@@ -15,6 +15,7 @@ import torch
 
 from torch_uma.errors import SequenceError
 from torch_uma.integrations.transformers.given import check_shape, in_forward
+from torch_uma.integrations.transformers.origin import Origin
 from torch_uma.integrations.transformers.places import StepPlaces, extent
 from torch_uma.integrations.transformers.rows import CacheRows
 from torch_uma.layout import Lifetime
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 Part = tuple[int, str]
-"""A layer, and "tokens" or the name of one of its state rows."""
+"""A layer, and "tokens", "index" or the name of one of its state rows."""
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 _untraced: Callable[[_Method], _Method] = partial(
@@ -39,17 +40,20 @@ class OwnSteps:
     """The step that the current forward pass over the rows of one cache is in.
 
     A step begins at a forward's first call, for all kinds at once, and is complete when all `parts` have been called:
-    every layer's tokens, and every row of its state, which several new tokens write while one new token may only read
-    it, to change it in place. If tokens came last it is committed at once, otherwise at the next call, as a state may
-    still be changing and tokens may still be read. A forward that stopped half-way is aborted at the next call; one
-    that stopped in the last layer while it changed a state in place cannot be told from a whole one.
+    every layer's tokens and index keys, and every row of its state, which several new tokens write while one new token
+    may only read it, to change it in place. If tokens came last it is committed at once, otherwise at the next call, as
+    a state may still be changing and tokens may still be read. A forward that stopped half-way is aborted at the next
+    call; one that stopped in the last layer while it changed a state in place cannot be told from a whole one.
 
     A compiled forward makes no calls, so its step begins before it, when `generate()` announces it, and is complete
     when the graph has gone through the last layer.
     """
 
-    def __init__(self, rows: CacheRows, parts: Iterable[Part], is_in_place: Callable[[], bool]) -> None:
+    def __init__(
+        self, rows: CacheRows, parts: Iterable[Part], is_in_place: Callable[[], bool], origin: Origin | None = None
+    ) -> None:
         self.rows = rows
+        self._origin = origin
         self._is_in_place = is_in_place
         self._parts = frozenset(parts)
         self._layers = sorted({layer for layer, _ in self._parts})
@@ -67,6 +71,11 @@ class OwnSteps:
         return self.rows.pool
 
     @property
+    def is_recording(self) -> bool:
+        """Whether the rows keep their past."""
+        return self.rows.recording is not None
+
+    @property
     def in_place(self) -> bool:
         """Whether the model's attention reads keys and values in the arena."""
         return self._is_in_place()
@@ -82,9 +91,10 @@ class OwnSteps:
     ) -> StepPlaces | None:
         """Returns the places of the step that this call belongs to, and begins it first where need be.
 
-        `name` is "tokens" or that of a state row, which a layer reads at most once a forward, and before it writes it.
-        None while there are no rows and `like`, a tensor [batch, ...], does not tell how many to make. OutOfMemory
-        leaves everything as after the last whole step. SequenceError in a forward whose step something else has ended.
+        `name` is "tokens", "index" or that of a state row, which a layer reads at most once a forward, and before it
+        writes it. None while there are no rows and `like`, a tensor [batch, ...], does not tell how many to make.
+        OutOfMemory leaves everything as after the last whole step. SequenceError in a forward whose step something else
+        has ended.
         """
         if not torch.compiler.is_compiling():
             return self._enter(layer, name, is_read, num_new_tokens, like)
@@ -131,24 +141,24 @@ class OwnSteps:
         places.is_announced = False
         self._last_layer = layer
         self._touches.add((layer, name, is_read))
-        if name != "tokens" and (places.num_new_tokens == 1 or not is_read):
+        if name not in ("tokens", "index") and (places.num_new_tokens == 1 or not is_read):
             self._waiting.discard((layer, name))
         return places
 
     _enter_untraced = _untraced(_enter)  # a call through it costs as much as the rest
 
-    def leave(self, layer: int) -> None:
-        """A layer has stored its tokens; if it was the last to be waited for, the step is committed.
+    def leave(self, layer: int, name: str) -> None:
+        """A layer has stored its tokens or index keys; if it was the last to be waited for, the step is committed.
 
         Not yet if they are to be read in the arena, as the pages that go with the commit may be among them.
         """
         if not torch.compiler.is_compiling():
-            self._leave(layer)
+            self._leave(layer, name)
         elif self._open is None or not self._open.is_announced:
-            self._leave_untraced(layer)
+            self._leave_untraced(layer, name)
 
-    def _leave(self, layer: int) -> None:
-        self._waiting.discard((layer, "tokens"))
+    def _leave(self, layer: int, name: str) -> None:
+        self._waiting.discard((layer, name))
         if not self._waiting and self._open is not None and not self._open.in_place:
             self.settle()
 
@@ -198,6 +208,12 @@ class OwnSteps:
         places = self._announced_places()
         return self._length() if places is None or places.is_traversed else places.longest_past
 
+    def length_at(self, layer: int) -> int | torch.Tensor:
+        """The same, with the new tokens of a forward that is not traced once the layer has stored them."""
+        places = None if self._is_complete() else self._open
+        is_ahead = places is not None and (layer, "tokens", False) in self._touches
+        return self.length() + (places.num_new_tokens if places is not None and is_ahead else 0)
+
     def _now(self) -> int:
         """Tokens in every row, without a trace."""
         if self._open is not None:
@@ -238,6 +254,12 @@ class OwnSteps:
             return self._open is not None and self._open.is_fixed and not self._is_complete()
         return self.is_compiled and self.rows.may_have_runs
 
+    @_untraced
+    def note_inputs(self, layer: int, name: str, inputs: torch.Tensor, width: int) -> None:
+        """Notes the inputs [rows, channels, width + new] of a convolution in the open step, if these are kept."""
+        if self.rows.recording is not None and self._open is not None:
+            self.rows.recording.note_inputs(layer, name, self._open.max_past, inputs, width)
+
     def at_rest(self) -> CacheRows:
         """The rows, to be looked at or changed by another than a forward."""
         self.settle()
@@ -258,7 +280,7 @@ class OwnSteps:
 
     def fork(self) -> OwnSteps:
         """The same for another cache, with forks of the rows."""
-        return OwnSteps(self.at_rest().fork(), self._parts, self._is_in_place)
+        return OwnSteps(self.at_rest().fork(), self._parts, self._is_in_place, self._origin)
 
     def _begin(self, num_new_tokens: int, like: torch.Tensor | None, *, is_fixed: bool = False) -> None:
         is_new = not self.rows
@@ -268,6 +290,9 @@ class OwnSteps:
         assert self.pool is not None
         _NEWEST[self.pool] = ref(self)
         try:
+            if self._origin is not None:
+                self._origin.check_user()
+                self._origin.check(self.pool)
             in_place = self.in_place
             step = self.rows.begin(num_new_tokens, as_views=not in_place)
             _NEWEST[self.pool] = ref(self)  # the rows may have moved into another one

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 
 Tensors = dict[str, torch.Tensor]
 
+INDEX_KEY = "index_key"
+"""The row by which a model chooses the keys that it attends to."""
+INDEX_POSITION = "index_position"
+"""The row of the positions of index keys, for a model that rotates them when it reads them."""
 COMPRESSOR = "compressor"
 """The row that stands for a group of tokens, by which such rows are known."""
 
@@ -33,7 +37,7 @@ _MOST_VIEWS = 16  # of one layer's states, for batches that take turns
 
 @dataclass(frozen=True, kw_only=True)
 class TokenStore:
-    """The rows of one attention layer: keys, then values, in one sub-pool.
+    """Rows of one attention layer that are written together: keys, then values; or an index key; or its position.
 
     Each grid is [pages, page_size, *shape], and by entries [pages * page_size, *shape].
     `offsets_bytes`, `widths` (elements of a row) and `dtypes` are what the ops take. `is_latent`: they are the latent
@@ -41,12 +45,12 @@ class TokenStore:
     """
 
     subpool: SubPool
-    rows: tuple[PlacedRow, PlacedRow]
-    grids: tuple[torch.Tensor, torch.Tensor]
-    entry_grids: tuple[torch.Tensor, torch.Tensor]
-    offsets_bytes: tuple[int, int]
-    widths: tuple[int, int]
-    dtypes: tuple[str, str]
+    rows: tuple[PlacedRow, ...]
+    grids: tuple[torch.Tensor, ...]
+    entry_grids: tuple[torch.Tensor, ...]
+    offsets_bytes: tuple[int, ...]
+    widths: tuple[int, ...]
+    dtypes: tuple[str, ...]
     is_latent: bool
     is_shared: bool
 
@@ -85,9 +89,17 @@ class GroupStore:
 class Store:
     """What one layer stores in the arena; a layer that stores nothing has none of it."""
 
-    tokens: TokenStore | None
-    state: StateStore | None
+    tokens: TokenStore | None = None
+    index: TokenStore | None = None
+    positions: TokenStore | None = None
+    state: StateStore | None = None
     groups: GroupStore | None = None
+
+    @property
+    def paged(self) -> dict[str, TokenStore]:
+        """What is read for attention, by the name of its part of the step."""
+        parts = {"tokens": self.tokens, "index": self.index}
+        return {name: store for name, store in parts.items() if store is not None}
 
 
 _STORES: WeakKeyDictionary[Arena, tuple[Store, ...]] = WeakKeyDictionary()
@@ -116,49 +128,47 @@ def check_served(index: int, memory: Memory) -> None:
     """Raise PlanError if no layer of the cache serves keys and values that are stored so."""
     if _groups_in(memory):
         return
-    if len(memory.rows) != 2 or memory.tokens_per_entry != 1:
+    names = [row.name for row in memory.rows]
+    has_index = INDEX_KEY in names
+    num_others = len([name for name in names if name not in (INDEX_KEY, INDEX_POSITION)])
+    is_pair = num_others == 2 or (num_others == 0 and has_index)
+    is_index = has_index and isinstance(memory.lifetime, Full)
+    if not is_pair or (len(names) > num_others and not is_index) or memory.tokens_per_entry != 1:
         raise PlanError(
-            f"layer {index} stores {[row.name for row in memory.rows]} of {memory.tokens_per_entry} tokens for "
-            f"{memory.lifetime}; UnifiedCache serves layers that store one key and one value for each token"
+            f"layer {index} stores {names} of {memory.tokens_per_entry} tokens for {memory.lifetime}; UnifiedCache "
+            "serves layers that store one key and one value for each token, and an index key with those of full "
+            "attention"
         )
+
+
+def parts_of_memory(memory: Memory) -> list[str]:
+    """What a forward stores of it, each by one call of its layer: "tokens", "index", or the rows of a state."""
+    names = [row.name for row in memory.rows]
+    if isinstance(memory.lifetime, State):
+        return names
+    has = {"tokens": bool(set(names) - {INDEX_KEY, INDEX_POSITION}), "index": INDEX_KEY in names}
+    return [name for name in has if has[name]]
 
 
 def _store(pool: CachePool, layer: int) -> Store:
     if pool.plan.layers[layer].shares is not None:
-        return Store(tokens=None, state=None)
-    tokens, state = None, None
+        return Store()
+    state = None
     for memory in pool.plan.layers[layer].memories:
         if not isinstance(memory.lifetime, State):
             check_served(layer, memory)
-    paged: list[tuple[SubPool, PlacedRow]] = []
+    paged: dict[str, list[tuple[SubPool, PlacedRow]]] = {"tokens": [], INDEX_KEY: [], INDEX_POSITION: []}
     states: list[tuple[SubPool, PlacedRow]] = []
     grouped = groups_of(pool.plan.layers[layer])
     groups: GroupStore | None = None
     for subpool, placed in pool.plan.where(layer):
-        if placed.row.name in grouped:
+        name = placed.row.name
+        if name in grouped:
             if groups is None:
                 groups = GroupStore(subpool=subpool, grids={})
-            groups.grids[placed.row.name] = _own(pool.arena.view(subpool, layer, placed.row.name))
-            continue
-        (states if subpool.is_state else paged).append((subpool, placed))
-    if paged:
-        subpool = paged[0][0]
-        key, value = (placed for _, placed in paged)
-        grids = (
-            _own(pool.arena.view(subpool, layer, key.row.name)),
-            _own(pool.arena.view(subpool, layer, value.row.name)),
-        )
-        tokens = TokenStore(
-            subpool=subpool,
-            rows=(key, value),
-            grids=grids,
-            entry_grids=(grids[0].flatten(0, 1), grids[1].flatten(0, 1)),
-            offsets_bytes=(key.offset_bytes, value.offset_bytes),
-            widths=(prod(key.row.shape), prod(value.row.shape)),
-            dtypes=(dtype_name(key.row.dtype), dtype_name(value.row.dtype)),
-            is_latent=key.row.name == "latent",
-            is_shared=any(other.shares == layer for other in pool.plan.layers),
-        )
+            groups.grids[name] = _own(pool.arena.view(subpool, layer, name))
+        else:
+            (states if subpool.is_state else paged[name if name in paged else "tokens"]).append((subpool, placed))
     if states:
         subpool = states[0][0]
         rows = {placed.row.name: placed for _, placed in states}
@@ -167,7 +177,37 @@ def _store(pool: CachePool, layer: int) -> Store:
             for name, placed in rows.items()
         }
         state = StateStore(subpool=subpool, rows=rows, grids=state_grids)
-    return Store(tokens=tokens, state=state, groups=groups)
+    return Store(
+        tokens=_token_store(pool, layer, paged["tokens"]),
+        index=_token_store(pool, layer, paged[INDEX_KEY]),
+        positions=_token_store(pool, layer, paged[INDEX_POSITION]),
+        state=state,
+        groups=groups,
+    )
+
+
+def _has_index_alone(layer: Layer) -> bool:
+    """Whether it attends to the keys of an earlier layer, which the declaration does not name."""
+    return any(parts_of_memory(memory) == ["index"] for memory in layer.memories)
+
+
+def _token_store(pool: CachePool, layer: int, paged: list[tuple[SubPool, PlacedRow]]) -> TokenStore | None:
+    if not paged:
+        return None
+    subpool = paged[0][0]
+    rows = tuple(placed for _, placed in paged)
+    grids = tuple(_own(pool.arena.view(subpool, layer, placed.row.name)) for placed in rows)
+    return TokenStore(
+        subpool=subpool,
+        rows=rows,
+        grids=grids,
+        entry_grids=tuple(grid.flatten(0, 1) for grid in grids),
+        offsets_bytes=tuple(placed.offset_bytes for placed in rows),
+        widths=tuple(prod(placed.row.shape) for placed in rows),
+        dtypes=tuple(dtype_name(placed.row.dtype) for placed in rows),
+        is_latent=rows[0].row.name == "latent",
+        is_shared=any(other.shares == layer or _has_index_alone(other) for other in pool.plan.layers),
+    )
 
 
 def grid_over(memory: torch.Tensor, placed: PlacedRow, page_bytes: int, first_byte: int) -> torch.Tensor:

@@ -59,6 +59,10 @@ class TakingPlaces(StepPlaces):
         """0-d int64, tokens of the longest row before the last one."""
         return self._stacks.positions.amax()
 
+    def positions_at(self, columns: torch.Tensor) -> torch.Tensor:
+        """The columns themselves: rows are not aligned."""
+        return columns
+
     def inputs(self) -> Tensors:
         """The position ids [rows, 1] of the last tokens, 0 for a row that had stopped."""
         return {"position_ids": self._stacks.positions.clamp(min=0)}

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from torch import Tensor
 from transformers import GenerationMixin, PreTrainedConfig, cache_utils
 
 try:
@@ -19,13 +22,34 @@ except ImportError:  # before 5.23
         is_sliding = False
 
 
+_CHOOSING = ("indexed_attention", "deepseek_sparse_attention")  # its name before 5.20
+
+
+def chooses_keys(config: PreTrainedConfig | None) -> bool:
+    """Whether layers of this text config choose single keys among those that their mask shows."""
+    return any(kind in _CHOOSING for kind in getattr(config, "layer_types", None) or ())
+
+
+_CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")  # the latter two before 5.24
+
+
+def cache_argument(forward: Callable[..., Any]) -> str | None:
+    """The name under which a model's forward takes a cache; None if it takes none."""
+    parameters = inspect.signature(forward).parameters
+    return next((name for name in _CACHE_ARGUMENTS if name in parameters), None)
+
+
+CACHE = cache_argument(GenerationMixin.prepare_inputs_for_generation) or "past_key_values"
+"""What `generate()` calls a cache in what it returns, and its candidate generators in what they give an assistant."""
+
+
 def layer_kinds(config: PreTrainedConfig) -> tuple[list[str], list[dict[str, Any]]]:
     """For each layer transformers' name for its kind, and the options of its cache layer."""
     kinds, options = cache_utils.get_layer_types_and_kwargs(config)
     if isinstance(options, dict):  # before 5.21 all layers had the same, and those that share were left out
         kinds += ["dummy"] * (config.num_hidden_layers - len(kinds))
         options = [options] * len(kinds)
-    return kinds, options
+    return [_CHOOSING[0] if kind in _CHOOSING else kind for kind in kinds], options
 
 
 def layer_configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
@@ -45,3 +69,30 @@ def asks_to_compile() -> bool | None:
     model, options = frame.f_locals["self"], frame.f_locals["generation_config"]
     is_forced = options.compile_config is not None and options.compile_config._compile_all_devices
     return bool(is_forced or model.device.type in ("cuda", "xpu", "neuron", "tpu"))
+
+
+def asks_to_sample() -> bool:
+    """Whether `generate()` has called what has called this, to decode without a thought of taking tokens back.
+
+    An assisted one records the past of its caches, and does not say when that ends.
+    """
+    frame: FrameType = sys._getframe(2)
+    if frame.f_code is not GenerationMixin._valid_auto_compile_criteria.__code__ or frame.f_back is None:
+        return False
+    is_assisted = frame.f_back.f_code is GenerationMixin._assisted_decoding.__code__
+    return not (is_assisted or frame.f_locals["generation_config"].is_assistant)
+
+
+def text_of_prefill() -> Tensor | None:
+    """What `generate()` begins with, if its prefill has called what has called this; None if that was another.
+
+    Ids [rows, tokens] or embeddings [rows, tokens, width]. None also where a longer mask says that they are new.
+    """
+    frame: FrameType = sys._getframe(2)
+    if frame.f_code is not GenerationMixin._prefill.__code__:
+        return None
+    options = frame.f_locals["model_kwargs"]
+    embeddings = options.get("inputs_embeds") if frame.f_locals["is_first_iteration"] else None
+    text: Tensor = frame.f_locals["input_ids"] if embeddings is None else embeddings
+    mask = options.get("attention_mask")
+    return text if mask is None or mask.shape[1] == text.shape[1] else None

@@ -41,6 +41,7 @@ class Launch:
         arguments: by position, tensors among them.
         constants: by name, those that a kernel is compiled for.
         num_warps: of each program.
+        most_registers: of each thread; None leaves it to the assembler, which may spill so that more programs fit.
     """
 
     kernel: Any
@@ -48,12 +49,15 @@ class Launch:
     arguments: tuple[Any, ...]
     constants: Mapping[str, Any]
     num_warps: int = 4
+    most_registers: int | None = None
 
     @property
     def options(self) -> dict[str, Any]:
         """What the kernel takes by name. As in torch, products are rounded before a sum, and assertions are made."""
         as_torch = {"enable_fp_fusion": False, "debug": True, "sanitize_overflow": False}
-        return {**self.constants, **as_torch, "num_warps": self.num_warps}
+        is_limited = self.most_registers is not None and not torch.version.hip  # whose compiler knows no such option
+        limits = {"maxnreg": self.most_registers} if is_limited else {}
+        return {**self.constants, **as_torch, **limits, "num_warps": self.num_warps}
 
     def run(self, tensor: Tensor) -> None:
         """Run on the device of `tensor` and its current stream; does not wait for it."""

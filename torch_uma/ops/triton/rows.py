@@ -19,6 +19,10 @@ from torch_uma.ops.triton.formats import from_float32, to_float32
 from torch_uma.ops.triton.launch import Launch, Machine, machine_of, num_programs
 from torch_uma.ops.triton.segments import Segments, batches_of, is_supported, segments_of
 
+# More than three rows of different dtypes need: CUDA 13's assembler, not told so, spills to have no more than 80. Fewer
+# rows never spilled, and need fewer registers where nothing is said.
+_MOST_REGISTERS = 128
+
 
 @triton.jit
 def row_offsets(tile, num_entries, entries_per_batch, entries, row, VECTORS: tl.constexpr, BLOCK: tl.constexpr):
@@ -30,8 +34,9 @@ def row_offsets(tile, num_entries, entries_per_batch, entries, row, VECTORS: tl.
     num_parts = tl.cdiv(width, BLOCK[1])
     segment = tile // num_parts * BLOCK[0] + tl.arange(0, BLOCK[0])
     number = (tile % num_parts * BLOCK[1] + tl.arange(0, BLOCK[1]))[None, :]
-    exists = (segment < num_entries * num_heads)[:, None] & (number < width)
-    index = tl.minimum(segment // num_heads, num_entries - 1)  # so that there is an entry, and a scale
+    index = segment // num_heads
+    exists = (index < num_entries)[:, None] & (number < width)
+    index = tl.minimum(index, num_entries - 1)  # so that there is an entry, and a scale
     head = segment % num_heads
     batch = index // entries_per_batch
     inside = index % entries_per_batch
@@ -126,6 +131,7 @@ def plan_rows(machine: Machine, arena: Tensor, entries: Tensor, rows: Sequence[S
             "BLOCKS": tuple((row.block_segments, row.block_numbers) for row in rows),
             "CONVERTS_FLOAT8": machine.converts_float8,
         },
+        most_registers=_MOST_REGISTERS if len(rows) > 2 else None,
     )
 
 

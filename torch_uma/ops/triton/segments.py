@@ -19,6 +19,9 @@ from torch_uma.ops.triton.launch import block_of
 # Numbers of a tile: 16 for each thread of 4 warps.
 _TILE_NUMBERS = 2048
 
+# So many segments are counted with 32 bits, with room for a tile.
+_MOST_SEGMENTS = 2**31 - 2 * _TILE_NUMBERS
+
 # What numbers are read as where they stay as they are; float8 always, as not every GPU has such a type.
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -140,14 +143,14 @@ def segments_of(
     shape = values.shape[entries.dim() :]
     values = values.reshape(*batches, *shape)
     dims = _merged(values.shape[2:], values.stride()[2:])
-    if len(dims) > 2:
+    if len(dims) > 2 or (len(dims) == 2 and dims[0][0] * entries.numel() > _MOST_SEGMENTS):
         values = values.reshape(*batches, -1)
         dims = [(values.shape[2], 1)]
     (num_heads, head_stride), (width, number_stride) = [(1, 0)] * (2 - len(dims)) + dims
     scale_strides = (0, 0, 0)
     if scale is not None:
         scale = scale.broadcast_to(*entries.shape, math.prod(shape)).reshape(*batches, -1)
-        scale_strides = (scale.stride(0), scale.stride(1), scale.stride(2))
+        scale_strides = (*_outer_strides(scale), scale.stride(2))
     is_copied = scale is None and values.dtype == stored
     source, target = (values.dtype, stored) if writes else (stored, values.dtype)
     return Segments(
@@ -156,12 +159,18 @@ def segments_of(
         scale_strides=scale_strides,
         num_heads=num_heads,
         width=width,
-        strides=(values.stride(0), values.stride(1), head_stride, number_stride),
+        strides=(*_outer_strides(values), head_stride, number_stride),
         first_bytes=first_bytes,
         entry_bytes=entry_bytes,
         stored=_carrier(stored, is_copied),
         formats=(str(source).removeprefix("torch."), str(target).removeprefix("torch.")),
     )
+
+
+def _outer_strides(tensor: Tensor) -> tuple[int, int]:
+    """Between batch rows, and between their entries; 0 where there is one, as a kernel is compiled for its strides."""
+    (num_batches, num_entries), (batch, entry) = tensor.shape[:2], tensor.stride()[:2]
+    return batch if num_batches > 1 else 0, entry if num_entries > 1 else 0
 
 
 def _carrier(dtype: torch.dtype, is_copied: bool) -> torch.dtype:
