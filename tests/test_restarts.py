@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import pytest
 import torch
 from test_own import generate, poisoned, prompts
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
-from zoo import COMMON, EXPERTS, MODELS
+from transformers import DynamicCache
+from zoo import build
 
 import torch_uma
 from torch_uma.errors import SequenceError
@@ -17,19 +16,11 @@ from torch_uma.integrations.transformers.declare import declare
 
 torch.set_num_threads(1)
 
-ZAMBA = {"layers_block_type": ["mamba", "hybrid"] * 2, "mamba_d_state": 8, "n_mamba_heads": 2, **EXPERTS}
 FORGETFUL = ["mamba", "falcon_mamba", "jamba", "zamba"]
 RECURRENT = [*FORGETFUL, "mamba2", "bamba", "qwen3_next", "zamba2", "kimi_linear", "lfm2"]
 
 
-@lru_cache
-def model_of(name: str) -> PreTrainedModel:
-    options: dict[str, Any] = {**COMMON, **(ZAMBA if name == "zamba" else MODELS[name])}
-    config = AutoConfig.for_model(name, **{**options, "initializer_range": 0.2, "eos_token_id": None})
-    with torch.random.fork_rng():
-        torch.manual_seed(sum(name.encode()))
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    return model.eval().requires_grad_(False)
+model_of = lru_cache(build)
 
 
 @pytest.mark.parametrize("name", RECURRENT)
