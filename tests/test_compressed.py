@@ -120,7 +120,7 @@ def test_a_prompt_in_chunks_and_another_behind_it(chunk: int) -> None:
 
 def test_forks_and_selected_rows_go_their_own_ways() -> None:
     model = model_of()
-    for num_tokens in range(9, 15):
+    for num_tokens in (10, 11, 12):
         ids = prompts(2, num_tokens)
         cache = poisoned(model, page_size=3)
         with torch.no_grad():
@@ -192,6 +192,22 @@ def test_out_of_memory_leaves_the_last_whole_step() -> None:
     ids = generate(model, prompts(2), use_cache=False, max_new_tokens=length - 10)[1:]
     tokens = generate(model, ids, cache=cache, max_new_tokens=3)
     assert torch.equal(tokens, generate(model, ids, use_cache=False, max_new_tokens=3))
+
+
+@pytest.mark.parametrize("num_candidates", [1, 5])
+def test_candidates_are_tried_and_taken_back(num_candidates: int) -> None:
+    model, ids = model_of(), prompts(1, 7).repeat(1, 4)
+    cache = poisoned(model, page_size=3)
+    tokens = generate(
+        model,
+        ids,
+        cache=cache,
+        custom_generate=torch_uma.speculate,
+        prompt_lookup_num_tokens=num_candidates,
+        max_new_tokens=40,
+    )
+    assert torch.equal(tokens, generate(model, ids, max_new_tokens=40))
+    cache.pool.check()
 
 
 def test_what_it_cannot_do_it_says() -> None:

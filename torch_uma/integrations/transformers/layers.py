@@ -430,7 +430,7 @@ def make_layers(layers: Iterable[Layer], steps: Steps) -> list[CacheLayer]:
             made.append(kind(index, lifetime, steps))
         else:
             made.append(DummyLayer())
-        if number_of_states:
+        if any(isinstance(memory.lifetime, State) for memory in layer.memories):
             made[-1].is_croppable = not is_recurrent([layer])
     return made
 
