@@ -81,14 +81,17 @@ class Runner:
         if self.is_planned(call):
             return
         self._check_not_captured()
-        if call.form in FUNCTIONS:
+        # What is made is kept, and written again in any mode; and FlashInfer asks the current device what it can.
+        with torch.inference_mode(False), torch.cuda.device_of(self.pool.arena.bytes):
+            if call.form not in FUNCTIONS:
+                size = 1 if self.num_rows is not None else 2
+                ring = self._rings.setdefault((call.form, call.question.shared), _Ring(size))
+                ring.plan(call, self._library, self._workspace(call), self._graph_size(call))
+                return
             key = self._table_key(call)
             if reads_tails(call.form, call.question):
                 self._clear_tails(call)
             self._tables[key] = (call.pages, self._tables_of(call, key, self._tables.get(key)))
-            return
-        ring = self._rings.setdefault((call.form, call.question.shared), _Ring(1 if self.num_rows is not None else 2))
-        ring.plan(call, self._library, self._workspace(call), self._graph_size(call))
 
     def is_planned(self, call: Call) -> bool:
         """Whether the call, or a layer with the same plan and pages, is what was planned last of its kind."""
@@ -110,11 +113,12 @@ class Runner:
         views = call.storage.tensors(self.pool.arena.bytes)
         if not self.is_planned(call):
             raise PlanError("the call was not planned for this step; plan it first")
-        if call.form in FUNCTIONS:
-            tables = self._tables[self._table_key(call)][1]
-            out, lse = run_function(self._library, call, query, views, sinks, self._workspace(call), tables)
-        else:
-            out, lse = self._rings[call.form, call.question.shared].current.run(call, query, views, sinks)
+        with torch.cuda.device_of(self.pool.arena.bytes):
+            if call.form in FUNCTIONS:
+                tables = self._tables[self._table_key(call)][1]
+                out, lse = run_function(self._library, call, query, views, sinks, self._workspace(call), tables)
+            else:
+                out, lse = self._rings[call.form, call.question.shared].current.run(call, query, views, sinks)
         return out, None if lse is None else lse * math.log(2)
 
     def _check_not_captured(self) -> None:
