@@ -78,6 +78,26 @@ def test_tokens_are_those_of_the_default_cache(num_beams: int, page_size: int) -
     assert cache.paths() == ["view"] * 4
 
 
+def test_keys_and_entries_in_fewer_bits_and_what_chooses_them_in_all() -> None:
+    model = model_of()
+    cache = poisoned(model, kv_dtype="float8_e4m3fn", page_size=3)
+    dtypes = {
+        placed.row.name: placed.row.dtype for subpool in cache.pool.plan.subpools for placed in subpool.layout.rows
+    }
+    assert dtypes["k"] == dtypes["compressor"] == torch.float8_e4m3fn
+    assert {dtype for name, dtype in dtypes.items() if "_" in name or name == "indexer"} == {torch.float32}
+    ids = expected(2)
+    with torch.no_grad():
+        ours = model(ids[:, :30], cache=cache).logits
+        torch_uma.testing.scramble(cache.pool, 1)
+        cache.batch_select_indices(torch.tensor([1, 0]))
+        again = model(ids[[1, 0], 30:31], cache=cache).logits[[1, 0], -1]
+        whole = model(ids[:, :31], use_cache=False).logits
+    for part, exact in ((ours, whole[:, :30]), (again, whole[:, 30])):
+        assert part.isfinite().all()
+        assert 1e-4 < (part - exact).abs().mean() / exact.abs().mean() < 0.2
+
+
 @pytest.mark.parametrize("last", ["heavily_compressed_attention", "sliding_attention"])
 def test_whatever_layer_comes_last(last: str) -> None:
     cache = poisoned(model_of(last), max_tokens=60)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -12,6 +13,7 @@ from test_compile import Graphs
 from test_fixed import compile_config
 from test_generate import Scramble, assert_all_free
 from torch._dynamo.backends.debugging import aot_eager
+from torch._inductor.compile_fx import compile_fx
 from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessorList, PreTrainedModel
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
 from zoo import COMMON, EXPERTS
@@ -135,14 +137,18 @@ def test_a_minimax_in_steps_of_a_loop() -> None:
             assert torch.equal(logits.argmax(dim=-1), ids[:, end])
 
 
-def test_a_looped_model_compiles_its_decode_steps() -> None:
-    graphs, model = Graphs(aot_eager), model_of("dory")
+@pytest.mark.parametrize(
+    ("name", "attention", "backend"), [("dory", "eager", aot_eager), ("minimax", "torch_uma", compile_fx)]
+)
+def test_decode_steps_are_one_graph(name: str, attention: str, backend: Callable[..., Any]) -> None:
+    graphs, model = Graphs(backend), model_of(name, attention)
     for _ in range(2):
         cache = poisoned(model, max_tokens=40)
+        num_layers = len(cache.layers)
         tokens = generate(model, prompts(2), cache=cache, compile_config=compile_config(graphs))
-        assert torch.equal(tokens, uncached("dory", "eager", 2, 1))
-        assert cache.get_seq_length() == tokens.shape[1] - 1
-    assert graphs.count == 1 and len(cache.layers) == 8
+        assert torch.equal(tokens, uncached(name, attention, 2, 1))
+        assert cache.get_seq_length() == tokens.shape[1] - 1 and len(cache.layers) == num_layers
+    assert graphs.count == 1
 
 
 @pytest.mark.parametrize("name", ["minimax", "dory"])

@@ -14,7 +14,7 @@ from torch_uma.errors import PlanError
 from torch_uma.layout import Layer, Memory, State
 
 _KV_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16)
-_NOT_KEPT_SO = "index_key"  # what is chosen by it changes with a bit of it
+_NOT_KEPT_SO = ("index_key", "indexer")  # what is chosen by it changes with a bit of it
 
 
 def kv_dtype_of(asked: torch.dtype | str) -> torch.dtype:
@@ -48,7 +48,7 @@ def _kept_as(memory: Memory, dtype: torch.dtype) -> Memory:
         return memory
     rows = tuple(
         dataclasses.replace(row, dtype=dtype)
-        if row.name != _NOT_KEPT_SO and row.dtype.is_floating_point and row.dtype.itemsize > dtype.itemsize
+        if row.name not in _NOT_KEPT_SO and row.dtype.is_floating_point and row.dtype.itemsize > dtype.itemsize
         else row
         for row in memory.rows
     )

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from torch_uma.errors import SequenceError
 from torch_uma.integrations.transformers.given import GivenStep
+from torch_uma.integrations.transformers.keep import check_no_gradients, check_stored, fetch, has_dtype, write
 from torch_uma.integrations.transformers.places import StepPlaces
 from torch_uma.integrations.transformers.steps import OwnSteps
-from torch_uma.integrations.transformers.stores import GroupStore, Tensors
+from torch_uma.integrations.transformers.stores import COMPRESSOR
 from torch_uma.layout import Full, Memory, Row, State
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -61,8 +62,8 @@ class Groups:
 
         The others wait. OutOfMemory, GradientError; SequenceError for rows of unequal length.
         """
-        places, store, states = self._enter(f"{name} buffer", kv, kv.shape[1])
-        rate = store.subpool.tokens_per_entry
+        places = self._enter(f"{name} buffer", kv, kv.shape[1])
+        states, rate = places.state(self._layer), self._rate(places)
         num_waiting = places.max_past % rate
         whole = []
         for part, new in (("kv", kv), ("gate", gate)):
@@ -82,11 +83,12 @@ class Groups:
 
         Returns what was kept of the group before them, None if there was none.
         """
-        places, store, states = self._enter(f"{name} overlap", chunk_kv)
+        places = self._enter(f"{name} overlap", chunk_kv)
+        states, rate = places.state(self._layer), self._rate(places)
         before: list[Tensor | None] = []
         for part, chunk in (("kv", chunk_kv), ("gate", chunk_gate)):
             overlap = states[f"{name}_overlap_{part}"]
-            before.append(overlap.clone() if places.max_past >= store.subpool.tokens_per_entry else None)
+            before.append(overlap.clone() if places.max_past >= rate else None)
             overlap.copy_(chunk[:, -1, :, :head_dim])
         return before[0], before[1]
 
@@ -94,31 +96,34 @@ class Groups:
     def update_compressor_states(self, name: str, compressed: Tensor) -> Tensor:
         """Stores the entries [batch, groups, width] of the groups that are whole now; returns those of all groups.
 
-        What it returns may be a view of the arena, good until the next forward.
+        What it returns may be a view of the arena, good until the next forward. GradientError.
         """
-        places, store, _ = self._enter(name, compressed)
-        subpool, grid = store.subpool, store.grids[name]
+        places = self._enter(name, compressed)
+        store, new = places.stores[self._layer].groups[name], (compressed.unsqueeze(1),)
+        check_stored(store, new)
+        subpool = store.subpool
         num_before = places.max_past // subpool.tokens_per_entry
         num_groups = num_before + compressed.shape[1]
         run = places.tokens[subpool.index].run
-        if run is not None:
+        if run is not None and has_dtype(store, new):
             first_page, pages_between_rows = run
+            grid = store.grids[0]
             entries = grid.as_strided(
                 (places.batch_size, num_groups, *grid.shape[2:]),
                 (pages_between_rows * grid.stride(0), *grid.stride()[1:]),
                 grid.storage_offset() + first_page * grid.stride(0),
             )
             entries[:, num_before:].copy_(compressed)
-            return entries.to(compressed.dtype)
-        positions = torch.arange(num_groups, device=grid.device) * subpool.tokens_per_entry
+            return entries
+        positions = torch.arange(num_groups, device=compressed.device) * subpool.tokens_per_entry
         where = places.step.entries(subpool, positions.expand(places.batch_size, -1))
-        flat = grid.flatten(0, 1)
-        flat.index_copy_(0, where[:, num_before:].flatten(), compressed.flatten(0, 1).to(grid.dtype))
-        return flat.index_select(0, where.flatten()).view(*where.shape, -1).to(compressed.dtype)
+        write(places.arena, store, where[:, num_before:], new)
+        (fetched,) = fetch(places.arena, store, where, compressed.dtype)
+        return fetched
 
-    def _enter(
-        self, call: str, like: Tensor, num_new_tokens: int | None = None
-    ) -> tuple[StepPlaces, GroupStore, Tensors]:
+    def _enter(self, call: str, like: Tensor, num_new_tokens: int | None = None) -> StepPlaces:
+        """The places of the step, which changes states from now on. SequenceError for rows of unequal length."""
+        check_no_gradients(like)
         places = self._steps.enter(self._layer, call, num_new_tokens=num_new_tokens, like=like)
         assert places is not None
         if not places.is_even:
@@ -126,7 +131,8 @@ class Groups:
                 f"layer {self._layer} makes one entry of a group of tokens, for all rows at once, but they hold "
                 f"{places.past.tolist()} tokens; step sequences of one length together"
             )
-        store = places.stores[self._layer].groups
-        assert store is not None
         places.step.state_touched = True  # in place: a step that aborts now cannot put it back
-        return places, store, places.state(self._layer)
+        return places
+
+    def _rate(self, places: StepPlaces) -> int:
+        return places.stores[self._layer].groups[COMPRESSOR].subpool.tokens_per_entry

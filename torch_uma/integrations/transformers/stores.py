@@ -30,14 +30,14 @@ INDEX_KEY = "index_key"
 INDEX_POSITION = "index_position"
 """The row of the positions of index keys, for a model that rotates them when it reads them."""
 COMPRESSOR = "compressor"
-"""The row that stands for a group of tokens, by which such rows are known."""
+"""The row that stands for a group of tokens, by which a memory of such rows is known."""
 
 _MOST_VIEWS = 16  # of one layer's states, for batches that take turns
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenStore:
-    """Rows of one attention layer that are written together: keys, then values; or an index key; or its position.
+    """Rows of one attention layer that are written together: keys, then values; or one alone, as an index key.
 
     Each grid is [pages, page_size, *shape], and by entries [pages * page_size, *shape].
     `offsets_bytes`, `widths` (elements of a row) and `dtypes` are what the ops take. `is_latent`: they are the latent
@@ -78,22 +78,14 @@ class StateStore:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupStore:
-    """The rows of one layer by name of which a group of tokens has one. Each grid is [pages, page_size, *shape]."""
-
-    subpool: SubPool
-    grids: Tensors
-
-
-@dataclass(frozen=True, kw_only=True)
 class Store:
-    """What one layer stores in the arena; a layer that stores nothing has none of it."""
+    """What one layer stores in the arena; a layer that stores nothing has none of it. `groups`: of groups of tokens."""
 
     tokens: TokenStore | None = None
     index: TokenStore | None = None
     positions: TokenStore | None = None
     state: StateStore | None = None
-    groups: GroupStore | None = None
+    groups: dict[str, TokenStore] = field(default_factory=dict)
 
     @property
     def paged(self) -> dict[str, TokenStore]:
@@ -157,18 +149,14 @@ def _store(pool: CachePool, layer: int) -> Store:
     for memory in pool.plan.layers[layer].memories:
         if not isinstance(memory.lifetime, State):
             check_served(layer, memory)
-    paged: dict[str, list[tuple[SubPool, PlacedRow]]] = {"tokens": [], INDEX_KEY: [], INDEX_POSITION: []}
+    groups = groups_of(pool.plan.layers[layer])
+    paged: dict[str, list[tuple[SubPool, PlacedRow]]] = {
+        name: [] for name in ("tokens", INDEX_KEY, INDEX_POSITION, *groups)
+    }
     states: list[tuple[SubPool, PlacedRow]] = []
-    grouped = groups_of(pool.plan.layers[layer])
-    groups: GroupStore | None = None
     for subpool, placed in pool.plan.where(layer):
         name = placed.row.name
-        if name in grouped:
-            if groups is None:
-                groups = GroupStore(subpool=subpool, grids={})
-            groups.grids[name] = _own(pool.arena.view(subpool, layer, name))
-        else:
-            (states if subpool.is_state else paged[name if name in paged else "tokens"]).append((subpool, placed))
+        (states if subpool.is_state else paged[name if name in paged else "tokens"]).append((subpool, placed))
     if states:
         subpool = states[0][0]
         rows = {placed.row.name: placed for _, placed in states}
@@ -182,7 +170,7 @@ def _store(pool: CachePool, layer: int) -> Store:
         index=_token_store(pool, layer, paged[INDEX_KEY]),
         positions=_token_store(pool, layer, paged[INDEX_POSITION]),
         state=state,
-        groups=groups,
+        groups={name: made for name in groups if (made := _token_store(pool, layer, paged[name])) is not None},
     )
 
 
