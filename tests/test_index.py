@@ -27,6 +27,7 @@ from transformers import (
 import torch_uma
 import torch_uma.integrations.transformers  # noqa: F401 (registers its attention)
 from torch_uma import CachePool, UnifiedCache
+from torch_uma.integrations.transformers.declare import declare
 from torch_uma.integrations.transformers.layers import IndexedLayer, make_layers
 from torch_uma.integrations.transformers.reading import Reading
 from torch_uma.layout import Full, Layer, Lifetime, Memory, Row, State, Window
@@ -439,6 +440,21 @@ def test_neither_packed_rows_nor_several_steps_at_once() -> None:
     ):
         multi.cache()
     pool.check()
+
+
+def test_what_is_declared() -> None:
+    def rows(name: str) -> list[dict[str, tuple[int, ...]]]:
+        layers = declare(model_of(name))
+        return [{row.name: row.shape for memory in layer.memories for row in memory.rows} for layer in layers]
+
+    assert rows("minimax_m3_vl_text")[1] == {"k": (2, 16), "v": (2, 16), "index_key": (1, 16)}
+    assert rows("qwen4_exp_text")[1] == {"k": (2, 16), "v": (2, 16), "index_key": (16,), "index_position": (3,)}
+    assert rows("qwen4_exp_text")[3] == {"k": (2, 16), "v": (2, 16), "index_key": (16,)}
+    assert rows("glm5_next")[1] == {"latent": (1, 24), "rope_key": (1, 0), "index_key": (33,)}
+    assert rows("glm5_next")[2] == {"latent": (1, 24), "rope_key": (1, 0)}
+    assert rows("mistral_large4")[2:4] == [{"index_key": (16,)}, {}]
+    index_key = declare(model_of("dots3_note_text"), dtype=torch.bfloat16)[0].memories[0].rows[2]
+    assert index_key.name == "index_key" and index_key.dtype == torch.float32
 
 
 def test_rows_that_no_layer_serves_are_refused() -> None:
