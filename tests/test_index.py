@@ -353,6 +353,20 @@ def test_keys_that_are_not_chosen_are_not_read(name: str, monkeypatch: pytest.Mo
     torch.testing.assert_close(logits[1], logits[0], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(("num_choices", "num_kv_heads"), [(4, 2), (1, 2)])
+def test_blocks_may_be_chosen_by_more_heads_or_fewer_than_keys_have(num_choices: int, num_kv_heads: int) -> None:
+    options = {**CONFIGS["minimax_m3_vl_text"], "index_n_heads": num_choices, "num_key_value_heads": num_kv_heads}
+    with torch.random.fork_rng():
+        torch.manual_seed(num_choices)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("minimax_m3_vl_text", **options))
+    model.eval().requires_grad_(False)
+    inputs = prompts((30, 30))
+    stock = generate(model, inputs, max_new_tokens=12)
+    model.set_attn_implementation("torch_uma")
+    tokens = generate(model, inputs, max_new_tokens=12, cache=UnifiedCache(model, pool=poisoned_pool(model)))
+    assert_same_tokens(model, tokens, stock, inputs["attention_mask"])
+
+
 @pytest.mark.parametrize("name", ["hy_v4", "qwen4_exp_text", "minimax_m3_vl_text"])
 def test_without_its_cache_attention_hides_what_was_not_chosen(name: str) -> None:
     inputs = prompts((37, 37))
