@@ -111,7 +111,7 @@ def attention(
     """Attention of `query` [rows, heads, new, dim] as transformers calls it: [rows, new, heads, value dim], and None.
 
     With a `Reading` over what it covers in the arena, otherwise over `key` and `value`; of these only the chosen ones,
-    `indices` int [rows, new, n] or `block_indices` int64 [rows, key heads, new, n], where there are such. SequenceError
+    `indices` int [rows, new, n] or `block_indices` int64 [rows, choices, new, n], where there are such. SequenceError
     for what it cannot do there: dropout, or masks of other forms over rows of unequal length.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
