@@ -106,14 +106,16 @@ def attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
+    sinks: Tensor | None = None,
     indices: Tensor | None = None,
     torch_uma: Reading | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention of `query` [rows, heads, new, dim] as transformers calls it: [rows, new, heads, value dim], and None.
 
-    With a `Reading` over what it covers in the arena, otherwise over `key` and `value`. SequenceError for what it
-    cannot do there: dropout, or masks of other forms over rows of unequal length.
+    With a `Reading` over what it covers in the arena, otherwise over `key` and `value`. `s_aux` [heads] are sinks of
+    all queries, `sinks` [rows, heads, new, 1] those of each. SequenceError for what it cannot do there: dropout, or
+    masks of other forms over rows of unequal length.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if torch_uma is None and not torch.compiler.is_compiling():
@@ -124,12 +126,14 @@ def attention(
                 f"{_name(module)} attends by {NAME!r} to keys that it did not get from this cache; make the cache of "
                 "the model that uses it, or of its own config, or use attn_implementation='sdpa' or 'eager'"
             )
-        if softcap is None and s_aux is None and position_bias is None:
+        if softcap is None and s_aux is None and position_bias is None and sinks is None:
             result: tuple[Tensor, None] = sdpa_attention_forward(
                 module, query, key, value, attention_mask, dropout=dropout, scaling=scale, **kwargs
             )
             return result
-        return _plain(query, key, value, attention_mask, scale, softcap, s_aux, position_bias), None
+        if s_aux is not None:
+            sinks = s_aux.view(1, -1, 1, 1).expand(*query.shape[:3], 1)
+        return _plain(query, key, value, attention_mask, scale, softcap, sinks, position_bias), None
     if dropout:
         raise SequenceError("attention over the arena has no dropout; call model.eval(), or pass use_cache=False")
     if torch.is_grad_enabled() and query.requires_grad:
@@ -146,7 +150,7 @@ def attention(
     if attention_mask is not None and attention_mask.shape[-1] == 0:
         attention_mask = None
     attend = torch_uma.attend_latents if torch_uma.store.is_latent else torch_uma.attend
-    scores = Scores(scale, softcap or 0.0, s_aux, position_bias, attention_mask, indices)
+    scores = Scores(scale, softcap or 0.0, s_aux, position_bias, attention_mask, indices, sinks)
     return attend(module, query, key, value, scores), None
 
 
@@ -165,7 +169,7 @@ def _plain(
     bias: Tensor | None,
 ) -> Tensor:
     """Attention over keys and values that are all there, with what torch's own does not offer. Gradients flow."""
-    batch, heads, num_queries, _ = query.shape
+    _, heads, num_queries, _ = query.shape
     kv_heads, num_keys = key.shape[1:3]
     grouped = query.unflatten(1, (kv_heads, heads // kv_heads))
     scores = (grouped @ key.unsqueeze(2).transpose(-1, -2)).flatten(1, 2) * scale
@@ -177,7 +181,7 @@ def _plain(
         mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).tril(num_keys - num_queries)
     scores = scores.float().masked_fill(~mask, torch.finfo(torch.float32).min)
     if sinks is not None:
-        scores = torch.cat([scores, sinks.float().view(1, -1, 1, 1).expand(batch, -1, num_queries, 1)], dim=-1)
+        scores = torch.cat([scores, sinks.float()], dim=-1)
     weights = scores.softmax(dim=-1)[..., :num_keys].to(value.dtype).unflatten(1, (kv_heads, heads // kv_heads))
     attended: Tensor = weights @ value.unsqueeze(2)
     return attended.flatten(1, 2).transpose(1, 2)

@@ -25,7 +25,7 @@ from torch_uma.integrations.transformers.rows import CacheRows
 from torch_uma.integrations.transformers.sizing import plan_for
 from torch_uma.integrations.transformers.steps import OwnSteps
 from torch_uma.integrations.transformers.taking import TakingPlaces, TakingSteps
-from torch_uma.integrations.transformers.versions import asks_to_compile
+from torch_uma.integrations.transformers.versions import asks_to_compile, makes_masks
 from torch_uma.layout import Chunk, Layer, State, Window
 
 if TYPE_CHECKING:
@@ -203,9 +203,10 @@ class UnifiedCache(Cache):
             is_compiled = asks_to_compile()
             if is_compiled is not None:
                 steps.is_compiled = is_compiled and self._may_be_fixed
-        if steps.in_place or (steps.pool is not None and steps.pool.device.type == "cpu"):
+        if steps.in_place or steps.reads_fixed:
             return True
-        return steps.reads_fixed
+        # Masks that are made before the forward are no use to models that look at the padding themselves.
+        return steps.pool is not None and steps.pool.device.type == "cpu" and not makes_masks()
 
     def _finish(self) -> None:
         """Writes back what the forward of a `pool.step` changed in copies."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from types import FrameType
 from typing import Any
@@ -32,6 +33,11 @@ def layer_configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
     """The config of each layer."""
     configs = getattr(config, "per_layer_config", None)
     return [config] * config.num_hidden_layers if configs is None else list(configs)
+
+
+def makes_masks() -> bool:
+    """Whether what has called this was called for the inputs of a forward, whose masks are then made beforehand."""
+    return sys._getframe(2).f_code is inspect.unwrap(GenerationMixin.prepare_inputs_for_generation).__code__
 
 
 def asks_to_compile() -> bool | None:
