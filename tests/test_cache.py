@@ -76,8 +76,8 @@ def test_states_can_be_looked_at_between_forwards(name: str) -> None:
     for layer, kind in enumerate(model.config.layer_types):
         if kind == "linear_attention":
             for state, other in (
-                (cache.get_conv_state(layer), reference.get_conv_state(layer)),
-                (cache.get_recurrent_state(layer), reference.get_recurrent_state(layer)),
+                (cache.get_conv_state(layer), reference.layers[layer].conv_states[0]),
+                (cache.get_recurrent_state(layer), reference.layers[layer].recurrent_states[0]),
             ):
                 assert state is not None and other is not None and torch.allclose(state, other, atol=1e-4)
                 state.fill_(float("nan"))  # a copy

@@ -346,6 +346,21 @@ def test_what_keeps_counters_has_a_workspace_of_its_own():
     assert not any(runner._workspaces[name].any() for name in ("xqa", "trtllm"))
 
 
+@pytest.mark.parametrize("form", ["decode_tensor_cores", "prefill_fa2", "xqa_decode"])
+def test_what_a_graph_reads_can_be_planned_in_and_outside_of_inference_mode(form):
+    pool, sequences, question = decode_world(page_size=16)
+    runner = Runner(pool, library=stand_in()[0], num_rows=3, workspace_bytes=64)
+    for is_inference in (True, False, True):
+        step = pool.begin(sequences, 1)
+        write(step, torch.Generator().manual_seed(0))
+        with torch.inference_mode(is_inference):
+            call = plan_call(step, 0, question, form=form, num_rows=3)
+            query = queries(question, 3, random.Random(1))
+            runner.plan(call)
+            check_same(runner.run(call, query), reference(step, 0, question, query))
+        step.commit()
+
+
 def test_a_graph_refuses_what_it_was_not_made_for():
     pool, sequences, question = decode_world()
     question = replace(question, most_new_tokens=4)

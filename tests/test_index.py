@@ -27,6 +27,7 @@ from transformers import (
 import torch_uma
 import torch_uma.integrations.transformers  # noqa: F401 (registers its attention)
 from torch_uma import CachePool, UnifiedCache
+from torch_uma.integrations.transformers.declare import declare
 from torch_uma.integrations.transformers.layers import IndexedLayer, make_layers
 from torch_uma.integrations.transformers.reading import Reading
 from torch_uma.layout import Full, Layer, Lifetime, Memory, Row, State, Window
@@ -352,6 +353,20 @@ def test_keys_that_are_not_chosen_are_not_read(name: str, monkeypatch: pytest.Mo
     torch.testing.assert_close(logits[1], logits[0], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(("num_choices", "num_kv_heads"), [(4, 2), (1, 2)])
+def test_blocks_may_be_chosen_by_more_heads_or_fewer_than_keys_have(num_choices: int, num_kv_heads: int) -> None:
+    options = {**CONFIGS["minimax_m3_vl_text"], "index_n_heads": num_choices, "num_key_value_heads": num_kv_heads}
+    with torch.random.fork_rng():
+        torch.manual_seed(num_choices)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("minimax_m3_vl_text", **options))
+    model.eval().requires_grad_(False)
+    inputs = prompts((30, 30))
+    stock = generate(model, inputs, max_new_tokens=12)
+    model.set_attn_implementation("torch_uma")
+    tokens = generate(model, inputs, max_new_tokens=12, cache=UnifiedCache(model, pool=poisoned_pool(model)))
+    assert_same_tokens(model, tokens, stock, inputs["attention_mask"])
+
+
 @pytest.mark.parametrize("name", ["hy_v4", "qwen4_exp_text", "minimax_m3_vl_text"])
 def test_without_its_cache_attention_hides_what_was_not_chosen(name: str) -> None:
     inputs = prompts((37, 37))
@@ -439,6 +454,21 @@ def test_neither_packed_rows_nor_several_steps_at_once() -> None:
     ):
         multi.cache()
     pool.check()
+
+
+def test_what_is_declared() -> None:
+    def rows(name: str) -> list[dict[str, tuple[int, ...]]]:
+        layers = declare(model_of(name))
+        return [{row.name: row.shape for memory in layer.memories for row in memory.rows} for layer in layers]
+
+    assert rows("minimax_m3_vl_text")[1] == {"k": (2, 16), "v": (2, 16), "index_key": (1, 16)}
+    assert rows("qwen4_exp_text")[1] == {"k": (2, 16), "v": (2, 16), "index_key": (16,), "index_position": (3,)}
+    assert rows("qwen4_exp_text")[3] == {"k": (2, 16), "v": (2, 16), "index_key": (16,)}
+    assert rows("glm5_next")[1] == {"latent": (1, 24), "rope_key": (1, 0), "index_key": (33,)}
+    assert rows("glm5_next")[2] == {"latent": (1, 24), "rope_key": (1, 0)}
+    assert rows("mistral_large4")[2:4] == [{"index_key": (16,)}, {}]
+    index_key = declare(model_of("dots3_note_text"), dtype=torch.bfloat16)[0].memories[0].rows[2]
+    assert index_key.name == "index_key" and index_key.dtype == torch.float32
 
 
 def test_rows_that_no_layer_serves_are_refused() -> None:

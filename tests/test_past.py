@@ -120,6 +120,24 @@ def test_a_row_that_keeps_its_past_can_be_freed_cropped_and_aborted() -> None:
     advance(content, [second], 3)
 
 
+def test_a_row_goes_back_into_a_page_that_a_fork_has() -> None:
+    pool = make_pool("full", page_size=4)
+    content = Content(pool)
+    sequence = pool.add()
+    content.add(sequence)
+    advance(content, [sequence], 2)
+    rows, books = rows_of([sequence]), pool.sequences
+    keep_past(books, rows, 2)
+    advance(content, [sequence], 4)
+    fork = sequence.fork()
+    content.fork(sequence, fork)
+    advance(content, [sequence], 1)
+    rewind(books, rows, 2, books.end.take(rows, axis=1))
+    content.crop(sequence, 2)
+    advance(content, [sequence], 5)
+    advance(content, [fork], 3)
+
+
 def test_without_a_past_nothing_changes() -> None:
     pool = make_pool("hybrid")
     sequence = pool.add()

@@ -172,7 +172,7 @@ def test_tokens_are_those_of_greedy_decoding(
         assert_all_free(cache.pool)
 
 
-@pytest.mark.parametrize("name", ["gemma2", "mistral", "lfm2", "qwen3_next"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "mistral", "lfm2", "qwen3_next"])
 def test_an_arena_that_was_sized_for_the_batch_is_enough(name: str, truth: list[torch.Tensor], tally: Tally) -> None:
     for attention in ("eager", "torch_uma"):
         model = model_of(name, attention)
@@ -386,6 +386,30 @@ def test_a_long_prompt_leaves_windows_as_small_as_they_are() -> None:
         model(input_ids=prompt(10), cache=cache)
 
 
+@pytest.mark.parametrize("page_size", [1, 5])
+def test_a_past_may_be_longer_than_the_room_in_which_windows_slide(page_size: int) -> None:
+    model = model_of("mistral")
+    cache = poisoned(model, page_size=page_size)
+    ids = prompt(170)
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+        model(input_ids=ids[:, :40], cache=cache)
+        cache.activate_past_recording()
+        for _ in range(2):
+            for at in range(40, 160, 4):
+                logits = model(input_ids=ids[:, at : at + 4], cache=cache).logits
+                torch.testing.assert_close(logits, expected[:, at : at + 4], rtol=1e-3, atol=1e-3)
+                if at % 3 == 0:
+                    torch_uma.testing.scramble(cache.pool, at)
+                cache.pool.check()
+            cache.crop(-120)
+        model(input_ids=ids[:, 40:50], cache=cache)
+        cache.crop(-3)
+        torch.testing.assert_close(
+            model(input_ids=ids[:, 47:60], cache=cache).logits, expected[:, 47:60], rtol=1e-3, atol=1e-3
+        )
+
+
 def test_generating_without_an_assistant_ends_its_recording(truth: list[torch.Tensor]) -> None:
     model = model_of("mistral")
     truth.append(greedy("mistral"))
@@ -432,7 +456,7 @@ def test_a_fork_of_a_recording_has_no_past() -> None:
             cache.pool.check()
             cache.crop(-7)
             cache.pool.check()
-            for each, at in ((fork, 47), (cache, 40), (fork, 50), (cache, 43)):
+            for each, at in ((cache, 40), (fork, 47), (cache, 43), (fork, 50)):
                 logits = model(input_ids=ids[:, at : at + 3], cache=each).logits
                 torch.testing.assert_close(logits, expected[:, at : at + 3], rtol=1e-3, atol=1e-3)
                 cache.pool.check()
@@ -443,6 +467,37 @@ def test_a_fork_of_a_recording_has_no_past() -> None:
         fork.reset()
         cache.reset()
         assert_all_free(cache.pool)
+
+
+def test_inputs_of_a_forward_that_was_stopped_are_not_recorded() -> None:
+    model = model_of("lfm2")
+    cache = poisoned(model)
+    ids = torch.cat([prompt(60), prompt(60, seed=4)])
+
+    def stop(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+        model(input_ids=ids[:, :20], cache=cache)
+        cache.activate_past_recording()
+        model(input_ids=ids[:, 20:24], cache=cache)
+        seed = 0
+        while "state copy" not in cache.paths():  # which an interrupted forward leaves as it was
+            torch_uma.testing.scramble(cache.pool, seed)
+            copy.deepcopy(cache).crop(0)
+            model(input_ids=ids[:, 24 + seed : 25 + seed], cache=cache)
+            seed += 1
+        length = 24 + seed
+        handle = model.model.layers[2].register_forward_hook(stop)
+        with pytest.raises(KeyboardInterrupt):
+            model(input_ids=torch.zeros_like(ids[:, :9]), cache=cache)
+        handle.remove()
+        model(input_ids=ids[:, length : length + 3], cache=cache)
+        cache.crop(-5)
+        logits = model(input_ids=ids[:, length - 2 : length + 4], cache=cache).logits
+        torch.testing.assert_close(logits, expected[:, length - 2 : length + 4], rtol=1e-3, atol=1e-3)
+    cache.pool.check()
 
 
 def test_what_is_recorded_goes_with_the_cache() -> None:

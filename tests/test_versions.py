@@ -23,6 +23,17 @@ def test_one_set_of_options_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> N
     assert options == [{"sliding_window": 7}] * 3
 
 
+def test_a_cache_by_its_older_names() -> None:
+    def mamba(tokens: Any, cache_params: Any = None) -> None: ...
+    def other(tokens: Any, past_key_values: Any = None) -> None: ...
+    def none(tokens: Any) -> None: ...
+
+    assert versions.cache_argument(mamba) == "cache_params"
+    assert versions.cache_argument(other) == "past_key_values"
+    assert versions.cache_argument(build("gpt_oss").forward) in ("cache", "past_key_values")
+    assert versions.cache_argument(none) is None
+
+
 def test_one_config_for_all_layers() -> None:
     class OldConfig:
         num_hidden_layers = 2

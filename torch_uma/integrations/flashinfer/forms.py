@@ -298,16 +298,6 @@ FORMS: dict[str, tuple[Rule, ...]] = {
 FUNCTIONS = ("trtllm_decode", "trtllm_context", "xqa_decode", "xqa_drafts")
 """Forms without a plan, for graphs. Those of XQA give no log-sum-exp."""
 
-
-def reads_tails(form: str, question: Question) -> bool:
-    """Whether a form multiplies what lies behind the last token, in its page, by 0, or may do so.
-
-    TMA fetches pages whole: TRT-LLM's do not say what they make of it, and neither does XQA's for fp8 on a Hopper.
-    """
-    is_hoppers = question.capability[0] == 9 and question.geometry.dtypes[0] in _FP8
-    return form.startswith("trtllm") or (form.startswith("xqa") and is_hoppers)
-
-
 _FEW_HEADS = 4  # of a group: with fewer, CUDA cores decode as fast as tensor cores
 
 

@@ -19,7 +19,7 @@ from torch_uma.arena import staged
 from torch_uma.counts import whole
 from torch_uma.errors import PlanError
 from torch_uma.integrations.flashinfer.calls import Call
-from torch_uma.integrations.flashinfer.forms import FUNCTIONS, Question, reads_tails
+from torch_uma.integrations.flashinfer.forms import FUNCTIONS, Question
 from torch_uma.integrations.flashinfer.library import Library, load
 from torch_uma.integrations.flashinfer.pages import Pages
 from torch_uma.integrations.flashinfer.storage import clear_sink
@@ -74,21 +74,23 @@ class Runner:
     def plan(self, call: Call) -> None:
         """Plan a call, unless a layer with the same plan and pages has been; PlanError while a graph is captured.
 
-        Where a form reads pages whole, entries behind the last tokens are cleared first, so that none is NaN.
-
+        For forms without a plan, what lies behind the last token of each row in its page is cleared, once for a page.
         Waits only for the copy of an earlier plan by the same wrapper, which has mostly passed.
         """
         if self.is_planned(call):
             return
         self._check_not_captured()
-        if call.form in FUNCTIONS:
+        # What is made is kept, and written again in any mode; and FlashInfer asks the current device what it can.
+        with torch.inference_mode(False), torch.cuda.device_of(self.pool.arena.bytes):
+            if call.form not in FUNCTIONS:
+                size = 1 if self.num_rows is not None else 2
+                ring = self._rings.setdefault((call.form, call.question.shared), _Ring(size))
+                ring.plan(call, self._library, self._workspace(call), self._graph_size(call))
+                return
             key = self._table_key(call)
-            if reads_tails(call.form, call.question):
-                self._clear_tails(call)
+            self._workspace(call)  # before a graph is captured
+            self._clear_tails(call)
             self._tables[key] = (call.pages, self._tables_of(call, key, self._tables.get(key)))
-            return
-        ring = self._rings.setdefault((call.form, call.question.shared), _Ring(1 if self.num_rows is not None else 2))
-        ring.plan(call, self._library, self._workspace(call), self._graph_size(call))
 
     def is_planned(self, call: Call) -> bool:
         """Whether the call, or a layer with the same plan and pages, is what was planned last of its kind."""
@@ -110,11 +112,12 @@ class Runner:
         views = call.storage.tensors(self.pool.arena.bytes)
         if not self.is_planned(call):
             raise PlanError("the call was not planned for this step; plan it first")
-        if call.form in FUNCTIONS:
-            tables = self._tables[self._table_key(call)][1]
-            out, lse = run_function(self._library, call, query, views, sinks, self._workspace(call), tables)
-        else:
-            out, lse = self._rings[call.form, call.question.shared].current.run(call, query, views, sinks)
+        with torch.cuda.device_of(self.pool.arena.bytes):
+            if call.form in FUNCTIONS:
+                tables = self._tables[self._table_key(call)][1]
+                out, lse = run_function(self._library, call, query, views, sinks, self._workspace(call), tables)
+            else:
+                out, lse = self._rings[call.form, call.question.shared].current.run(call, query, views, sinks)
         return out, None if lse is None else lse * math.log(2)
 
     def _check_not_captured(self) -> None:
@@ -151,7 +154,11 @@ class Runner:
         return columns
 
     def _clear_tails(self, call: Call) -> None:
-        """Clear what lies behind the last token of each row in its page, once for a page: it may be NaN."""
+        """Clear what lies behind the last token of each row in its page, once for a page: it may be NaN.
+
+        Forms with a plan fill with zeros. TRT-LLM's, and XQA's for fp8 on a Hopper, fetch pages whole by TMA and do not
+        say what they make of the rest.
+        """
         books, pages = self.pool.sequences, call.pages
         rows = np.flatnonzero(~books.is_clear[pages.last_ids])
         if len(rows):

@@ -103,6 +103,7 @@ def attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
+    sinks: Tensor | None = None,
     indices: Tensor | None = None,
     block_indices: Tensor | None = None,
     torch_uma: Reading | None = None,
@@ -111,8 +112,9 @@ def attention(
     """Attention of `query` [rows, heads, new, dim] as transformers calls it: [rows, new, heads, value dim], and None.
 
     With a `Reading` over what it covers in the arena, otherwise over `key` and `value`; of these only the chosen ones,
-    `indices` int [rows, new, n] or `block_indices` int64 [rows, key heads, new, n], where there are such. SequenceError
-    for what it cannot do there: dropout, or masks of other forms over rows of unequal length.
+    `indices` int [rows, new, n] or `block_indices` int64 [rows, choices, new, n], where there are such. `s_aux` [heads]
+    are sinks of all queries, `sinks` [rows, heads, new, 1] those of each. SequenceError for what it cannot do there:
+    dropout, or masks of other forms over rows of unequal length.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if torch_uma is None and not torch.compiler.is_compiling():
@@ -125,12 +127,14 @@ def attention(
             )
         chosen = (indices, block_indices, kwargs.get("position_ids"))
         attention_mask = hide_others(module, query, key.shape[2], attention_mask, *chosen)
-        if softcap is None and s_aux is None and position_bias is None:
+        if softcap is None and s_aux is None and position_bias is None and sinks is None:
             result: tuple[Tensor, None] = sdpa_attention_forward(
                 module, query, key, value, attention_mask, dropout=dropout, scaling=scale, **kwargs
             )
             return result
-        return _plain(query, key, value, attention_mask, scale, softcap, s_aux, position_bias), None
+        if s_aux is not None:
+            sinks = s_aux.view(1, -1, 1, 1).expand(*query.shape[:3], 1)
+        return _plain(query, key, value, attention_mask, scale, softcap, sinks, position_bias), None
     if dropout:
         raise SequenceError("attention over the arena has no dropout; call model.eval(), or pass use_cache=False")
     if torch.is_grad_enabled() and query.requires_grad:
@@ -146,7 +150,7 @@ def attention(
         )
     if attention_mask is not None and attention_mask.shape[-1] == 0:
         attention_mask = None
-    scores = Scores(scale, softcap or 0.0, s_aux, position_bias, attention_mask)
+    scores = Scores(scale, softcap or 0.0, s_aux, position_bias, attention_mask, query_sinks=sinks)
     if block_indices is not None:
         return attend_blocks(torch_uma, module, query, (key, value), scores, block_indices), None
     if indices is not None or torch_uma.places.stores[torch_uma.store.rows[0].layer].index is not None:
@@ -170,7 +174,7 @@ def _plain(
     bias: Tensor | None,
 ) -> Tensor:
     """Attention over keys and values that are all there, with what torch's own does not offer. Gradients flow."""
-    batch, heads, num_queries, _ = query.shape
+    _, heads, num_queries, _ = query.shape
     kv_heads, num_keys = key.shape[1:3]
     grouped = query.unflatten(1, (kv_heads, heads // kv_heads))
     scores = (grouped @ key.unsqueeze(2).transpose(-1, -2)).flatten(1, 2) * scale
@@ -182,7 +186,7 @@ def _plain(
         mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).tril(num_keys - num_queries)
     scores = scores.float().masked_fill(~mask, torch.finfo(torch.float32).min)
     if sinks is not None:
-        scores = torch.cat([scores, sinks.float().view(1, -1, 1, 1).expand(batch, -1, num_queries, 1)], dim=-1)
+        scores = torch.cat([scores, sinks.float()], dim=-1)
     weights = scores.softmax(dim=-1)[..., :num_keys].to(value.dtype).unflatten(1, (kv_heads, heads // kv_heads))
     attended: Tensor = weights @ value.unsqueeze(2)
     return attended.flatten(1, 2).transpose(1, 2)

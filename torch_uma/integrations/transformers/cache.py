@@ -36,7 +36,12 @@ from torch_uma.integrations.transformers.sizing import plan_for
 from torch_uma.integrations.transformers.steps import OwnSteps
 from torch_uma.integrations.transformers.stores import parts_of_memory
 from torch_uma.integrations.transformers.taking import TakingPlaces, TakingSteps
-from torch_uma.integrations.transformers.versions import asks_to_compile, asks_to_sample, text_of_prefill
+from torch_uma.integrations.transformers.versions import (
+    asks_to_compile,
+    asks_to_sample,
+    makes_masks,
+    text_of_prefill,
+)
 from torch_uma.layout import Chunk, Layer, Row, State, Window
 from torch_uma.precision import kept_as
 
@@ -249,9 +254,10 @@ class UnifiedCache(Cache):
         # Masks for such a cache take windows beside states for full attention.
         if any(isinstance(layer, HybridLayer) and layer.is_sliding for layer in self.layers):
             return False
-        if steps.pool is not None and steps.pool.device.type == "cpu":
+        if steps.reads_fixed:
             return True
-        return steps.reads_fixed
+        # Masks that are made before the forward are no use to models that look at the padding themselves.
+        return steps.pool is not None and steps.pool.device.type == "cpu" and not makes_masks()
 
     @property
     def is_linear(self) -> list[bool]:

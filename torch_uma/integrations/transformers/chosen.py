@@ -16,7 +16,7 @@ def with_choice(reading: Reading, scores: Scores, columns: Tensor | None) -> Sco
     """The scores of a layer that attends to `columns` int [rows, new, n] alone, of those that its mask shows.
 
     Without `columns` the mask alone says what was chosen. SequenceError for a mask that has not a column for each key.
-    May synchronise on the host, and for masks alone.
+    Waits for the device where a mask alone says what was chosen.
     """
     places, mask = reading.places, scores.mask
     num_columns = places.max_past + places.num_new_tokens
@@ -40,9 +40,9 @@ def with_choice(reading: Reading, scores: Scores, columns: Tensor | None) -> Sco
 def attend_blocks(
     reading: Reading, module: torch.nn.Module, query: Tensor, new: tuple[Tensor, Tensor], scores: Scores, blocks: Tensor
 ) -> Tensor:
-    """As `Reading.attend`, where each head of the keys has chosen `blocks` int64 [rows, heads, new, n], -1 for none.
+    """As `Reading.attend`, where `blocks` int64 [rows, choices, new, n] were chosen for equal shares of the heads.
 
-    Blocks begin with the sequence. SequenceError for padding in front of rows, which shifts them.
+    -1 is for none. Blocks begin with the sequence. SequenceError for padding in front of rows, which shifts them.
     """
     block_size = _block_size(module)
     if scores.mask is not None:
@@ -51,15 +51,18 @@ def attend_blocks(
             "the rows shifts; use pool.step, which needs no padding, or attn_implementation='sdpa' or 'eager'"
         )
     key, value = new
-    heads_per_key = query.shape[1] // key.shape[1]
+    num_heads, num_choices, num_kv_heads = query.shape[1], blocks.shape[1], key.shape[1]
+    num_groups = max(num_choices, num_kv_heads)  # of heads that read the same keys
     within = torch.arange(block_size, device=blocks.device)
     positions = torch.where(blocks[..., None] >= 0, blocks[..., None] * block_size + within, -1).flatten(-2)
     attended = []
-    for head in range(key.shape[1]):
-        heads = slice(head * heads_per_key, (head + 1) * heads_per_key)
+    for group in range(num_groups):
+        heads = slice(group * num_heads // num_groups, (group + 1) * num_heads // num_groups)
         own = scores._replace(
-            mask=None, indices=positions[:, head], sinks=None if scores.sinks is None else scores.sinks[heads]
+            indices=positions[:, group * num_choices // num_groups],
+            sinks=None if scores.sinks is None else scores.sinks[heads],
         )
+        head = group * num_kv_heads // num_groups
         attended.append(reading.attend_head(query[:, heads], key, value, head, own))
     return torch.cat(attended, dim=2)
 

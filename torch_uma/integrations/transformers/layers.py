@@ -318,9 +318,15 @@ class StateLayer(ArenaLayer, LinearAttentionCacheLayerMixin):
         # Mixers change a state in place when there is one new token, and otherwise give the new one to an update.
         return self._state(places, name, is_write=places.num_new_tokens == 1)
 
-    def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0, **kwargs: Any) -> torch.Tensor:
-        """Keeps the last of [batch, channels, tokens]; returns the old state and all of these, padded on the left."""
-        places, state = self._write(conv_states, "conv", state_idx)
+    def update_conv_state(
+        self, conv_states: torch.Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
+    ) -> torch.Tensor:
+        """Keeps the last of [batch, channels, tokens]; returns the old state and all of these, padded on the left.
+
+        Without `conv_kernel_size` they are a state that is ready, as wide as it is, whatever the number of tokens.
+        """
+        num_new_tokens = None if conv_kernel_size is None else conv_states.shape[-1]
+        places, state = self._write(conv_states, "conv", state_idx, num_new_tokens)
         width = state.shape[-1]
         missing = width - conv_states.shape[-1]
         if self.record_past or not places.fresh:
@@ -341,13 +347,14 @@ class StateLayer(ArenaLayer, LinearAttentionCacheLayerMixin):
 
     def write(self, kind: str, state_idx: int, new: torch.Tensor) -> torch.Tensor:
         """Keeps a state [batch, *shape] of any kind but "conv", and returns it as stored. GradientError."""
-        _, state = self._write(new, kind, state_idx)
+        _, state = self._write(new, kind, state_idx, None)
         return state.copy_(new)
 
-    def _write(self, new: torch.Tensor, kind: str, state_idx: int) -> tuple[StepPlaces, torch.Tensor]:
+    def _write(
+        self, new: torch.Tensor, kind: str, state_idx: int, num_new_tokens: int | None
+    ) -> tuple[StepPlaces, torch.Tensor]:
         if torch.is_grad_enabled():
             raise gradient_error()
-        num_new_tokens = new.shape[-1] if kind == "conv" else None
         name = _row_name(kind, state_idx)
         places = self._steps.enter(self._layer, name, num_new_tokens=num_new_tokens, like=new)
         assert places is not None

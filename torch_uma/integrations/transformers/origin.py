@@ -26,8 +26,10 @@ class Origin:
     """A model, held weakly, with the dtype that its parameters had, or a config; None for a plan by hand."""
 
     def __init__(self, source: Any) -> None:
-        self._model = weakref.ref(source) if isinstance(source, torch.nn.Module) else None
-        self._dtype = getattr(source, "dtype", None)
+        self._model = weakref.ref(source) if isinstance(source, PreTrainedModel) else None
+        self._parameter: weakref.ref[torch.nn.Parameter] | None = None
+        parameter = self._first()
+        self._dtype = None if parameter is None else parameter.dtype
         self._config = text_config_of(source)
         self._user = None if self._config is None else weakref.ref(self._config)
 
@@ -37,20 +39,33 @@ class Origin:
         Keys and values say by themselves what they are, but a state of the past is handed to the model, which may break
         off after it has changed others: so models with states are looked at before a step.
         """
-        model: Any = None if self._model is None else self._model()
-        if model is None or not any(subpool.is_state for subpool in pool.plan.subpools):
+        if self._model is None or not any(subpool.is_state for subpool in pool.plan.subpools):
             return
-        if model.dtype != self._dtype:
+        parameter = None if self._parameter is None else self._parameter()
+        if parameter is None:  # most moves keep the parameters, but not all
+            parameter = self._first()
+        if parameter is None:
+            return
+        if parameter.dtype != self._dtype:
             raise SequenceError(
-                f"the cache was made of the model in {self._dtype}, which is in {model.dtype} now; make a new cache or "
-                f"pool of the model as it is now, or move the model back to {self._dtype}"
+                f"the cache was made of the model in {self._dtype}, which is in {parameter.dtype} now; make a new "
+                f"cache or pool of the model as it is now, or move the model back to {self._dtype}"
             )
         device = pool.arena.bytes.device
-        if model.device != device and getattr(model, "hf_device_map", None) is None:
+        if parameter.device != device and getattr(self._model(), "hf_device_map", None) is None:
             raise SequenceError(
-                f"the cache is on {device}, but the model on {model.device}; make a cache or pool of the model where "
-                f"it is now, or move the model to {device}"
+                f"the cache is on {device}, but the model on {parameter.device}; make a cache or pool of the model "
+                f"where it is now, or move the model to {device}"
             )
+
+    def _first(self) -> torch.nn.Parameter | None:
+        """The first parameter that is no whole number; None if the model is gone."""
+        model = None if self._model is None else self._model()
+        if model is None:
+            return None
+        parameter = next((each for each in model.parameters() if each.is_floating_point()), None)
+        self._parameter = None if parameter is None else weakref.ref(parameter)
+        return parameter
 
     def check_user(self) -> None:
         """PlanError if the model whose forward runs has as many layers of the same kinds, but of other lengths."""

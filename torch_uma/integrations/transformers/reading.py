@@ -23,7 +23,8 @@ class Scores(NamedTuple):
     """How scores are made of the products of queries and keys.
 
     `softcap`: 0 for none. `sinks` [heads], `bias` [rows or 1, heads or 1, new or 1, keys]; `mask` as `attention.mask`
-    makes it, or added to the scores; `indices` int64 [rows, new, n], positions of the keys of each query.
+    makes it, or added to the scores; `indices` int64 [rows, new, n], positions of the keys of each query;
+    `query_sinks` [rows, heads, new, 1], a sink of each query.
     """
 
     scale: float
@@ -32,11 +33,12 @@ class Scores(NamedTuple):
     bias: Tensor | None = None
     mask: Tensor | None = None
     indices: Tensor | None = None
+    query_sinks: Tensor | None = None
 
     @property
     def is_bare(self) -> bool:
         """Whether a query sees all keys up to its own, by their products alone; sinks may be there."""
-        return self.mask is self.bias is self.indices is None and self.softcap == 0.0
+        return self.mask is self.bias is self.indices is self.query_sinks is None and self.softcap == 0.0
 
 
 _UNTOLD: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -127,9 +129,11 @@ class Reading(NamedTuple):
         if not is_traced:
             places.unused = None
         if places.plans_reads and scores.indices is None and not is_traced:
-            attended, _ = attend_reads(places.arena, packed, places.reads(self.store, starts), *where, *what, **options)
+            attended, log_sums = attend_reads(
+                places.arena, packed, places.reads(self.store, starts), *where, *what, **options
+            )
         else:
-            attended, _ = torch.ops.torch_uma.attend(
+            attended, log_sums = torch.ops.torch_uma.attend(
                 places.arena,
                 packed,
                 places.query_starts,
@@ -147,6 +151,10 @@ class Reading(NamedTuple):
                 **options,
             )
         result: Tensor = attended.view(places.batch_size, places.num_new_tokens, *attended.shape[1:])
+        if scores.query_sinks is not None:
+            # One more key without a value takes a share of all that is seen.
+            shares = log_sums.view(result.shape[:3]).unsqueeze(-1) - scores.query_sinks.transpose(1, 2)
+            result = result * shares.sigmoid().to(result.dtype)
         return result
 
     def _options(self, scores: Scores) -> tuple[Tensor | None, dict[str, Any]]:

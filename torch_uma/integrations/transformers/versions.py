@@ -58,6 +58,11 @@ def layer_configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
     return [config] * config.num_hidden_layers if configs is None else list(configs)
 
 
+def makes_masks() -> bool:
+    """Whether what has called this was called for the inputs of a forward, whose masks are then made beforehand."""
+    return sys._getframe(2).f_code is inspect.unwrap(GenerationMixin.prepare_inputs_for_generation).__code__
+
+
 def asks_to_compile() -> bool | None:
     """Whether `generate()` is going to compile, if it has called what has called this; None if that was another.
 
