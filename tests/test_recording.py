@@ -211,6 +211,17 @@ def test_inputs_of_a_forward_that_was_stopped_are_not_recorded() -> None:
         cache.crop(-5)
         logits = model(input_ids=ids[:, length - 2 : length + 4], cache=cache).logits
         torch.testing.assert_close(logits, expected[:, length - 2 : length + 4], rtol=1e-3, atol=1e-3)
+        cache.crop(-6)
+        cache.activate_past_recording(2)  # of which fewer inputs are kept than were in the forward that is stopped
+        model(input_ids=ids[:, length - 2 : length - 1], cache=cache)
+        handle = model.model.layers[2].register_forward_hook(stop)
+        with pytest.raises(KeyboardInterrupt):
+            model(input_ids=torch.zeros_like(ids[:, :19]), cache=cache)
+        handle.remove()
+        model(input_ids=torch.zeros_like(ids[:, :2]), cache=cache)
+        cache.crop(-2)
+        logits = model(input_ids=ids[:, length - 1 : length + 4], cache=cache).logits
+        torch.testing.assert_close(logits, expected[:, length - 1 : length + 4], rtol=1e-3, atol=1e-3)
     cache.pool.check()
 
 
