@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import gc
 from functools import lru_cache
 from typing import Any
 
@@ -12,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from models import CONFIGS, build
+from speculating import PROMPT_TOKENS, RECURRENT, assert_all_free, bounded_pages, model_of, poisoned, prompt
 from tiny_models import PAD, WINDOW, assert_same_tokens
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.cache_utils import DynamicCache
@@ -24,21 +23,13 @@ from torch_uma.integrations.transformers import speculation
 
 torch.set_num_threads(1)
 
-PROMPT_TOKENS = WINDOW + 13
 NUM_NEW = WINDOW + 25
-MEMORY = 1 << 20
-RECURRENT = ["qwen3_next", "bamba", "mamba2"]
 CASES = [
     *((name, "eager") for name in ["gemma2", "gpt_oss", "mistral", "lfm2", *RECURRENT]),
     *((name, "sdpa") for name in ["llama", "mistral", "qwen3_next"]),
     *((name, "torch_uma") for name in ["llama", "gemma2", "gpt_oss", "mistral", "deepseek_v3", "llama4", "lfm2"]),
     *((name, "torch_uma") for name in ["qwen3_next", "bamba"]),
 ]
-
-
-@lru_cache
-def model_of(name: str, attention: str = "eager") -> PreTrainedModel:
-    return build(name, attention=attention)
 
 
 @lru_cache
@@ -52,10 +43,6 @@ def assistant_of(name: str) -> PreTrainedModel:
     return assistant
 
 
-def prompt(num_tokens: int = PROMPT_TOKENS, seed: int = 3) -> torch.Tensor:
-    return torch.randint(0, 250, (1, num_tokens), generator=torch.Generator().manual_seed(seed))
-
-
 def generate(model: PreTrainedModel, ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     options = {"max_new_tokens": NUM_NEW, "do_sample": False, **kwargs}
     tokens = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)
@@ -66,23 +53,6 @@ def generate(model: PreTrainedModel, ids: torch.Tensor, **kwargs: Any) -> torch.
 @lru_cache
 def greedy(name: str, num_tokens: int = PROMPT_TOKENS) -> torch.Tensor:
     return generate(model_of(name), prompt(num_tokens))
-
-
-def poisoned(model: PreTrainedModel, **kwargs: Any) -> torch_uma.UnifiedCache:
-    cache = torch_uma.UnifiedCache(model, **{"memory": MEMORY, **kwargs})
-    torch_uma.testing.poison(cache.pool)
-    return cache
-
-
-def bounded_pages(pool: torch_uma.CachePool) -> list[int]:
-    """Live pages of windows, chunks and states."""
-    live = [subpool.live_pages for subpool in pool.stats().subpools]
-    return [pages for pages, subpool in zip(live, pool.plan.subpools, strict=True) if subpool.name != "full"]
-
-
-def assert_all_free(pool: torch_uma.CachePool) -> None:
-    pool.check()
-    assert not any(subpool.live_pages for subpool in pool.stats().subpools)
 
 
 class StopAfter(StoppingCriteria):
@@ -107,7 +77,8 @@ class Tally:
         self.refused += num_candidates - int(num_matches)
         if self.pool is not None:
             torch_uma.testing.scramble(self.pool, self.kept + 1000 * self.refused)
-            self.pool.check()
+            if self.kept % 3 == 0:
+                self.pool.check()
 
 
 @pytest.fixture
@@ -179,7 +150,7 @@ def test_an_arena_that_was_sized_for_the_batch_is_enough(name: str, truth: list[
         truth[:] = [generate(model_of(name), prompt(), max_new_tokens=NUM_NEW + 20)]  # candidates go beyond the end
         for way in ways_of(name):
             cache = torch_uma.UnifiedCache(model, max_tokens=PROMPT_TOKENS + NUM_NEW)
-            tokens = generate(model, prompt(), cache=cache, prompt_lookup_num_tokens=9, **way)
+            tokens = generate(model, prompt(), cache=cache, prompt_lookup_num_tokens=25, **way)
             assert_same_tokens(model, tokens, greedy(name), torch.ones_like(prompt()))
             cache.pool.check()
     assert tally.kept and tally.refused
@@ -311,103 +282,13 @@ def test_a_candidate_is_kept_as_often_as_it_would_be_sampled(truth: list[torch.T
     seen = []
     for way in ({}, {"prompt_lookup_num_tokens": 2, "custom_generate": torch_uma.speculate}):
         counts = torch.zeros(2, 260)
-        for _ in range(150):
+        for _ in range(100):
             options["cache"].reset()
             tokens = generate(model, ids, **options, **way)
             for place in range(2):
                 counts[place, tokens[0, -2 + place]] += 1
-        seen.append(counts / 150)
-    assert (seen[0] - seen[1]).abs().max() < 0.2  # five standard deviations of a difference of two shares
-
-
-@pytest.mark.parametrize("attention", ["eager", "torch_uma"])
-@pytest.mark.parametrize("name", ["llama", "gemma2", "mistral", "lfm2", "qwen3_next", "mamba2"])
-def test_what_was_taken_back_was_never_there(name: str, attention: str) -> None:
-    """Batches, several forwards between two crops, and any number of tokens of a forward."""
-    model = model_of(name, attention)
-    for seed in range(3):
-        print("seed", seed)
-        chance = np.random.default_rng(seed)
-        rows = int(chance.integers(1, 4))
-        ids = torch.from_numpy(chance.integers(0, 250, (rows, 90)))
-        cache = poisoned(model, page_size=int(chance.choice([1, 5, 16])))
-        is_sure = cache.is_croppable
-        assert is_sure == (name not in RECURRENT)
-        length = 0
-        with torch.no_grad():
-            expected = model(input_ids=ids).logits
-            while length < 45:
-                most = None if chance.random() < 0.5 else int(chance.integers(1, 9))
-                cache.activate_past_recording(most)
-                start, end = length, length
-                for _ in range(int(chance.integers(1, 4)) if most is None else 1):
-                    count = int(chance.integers(1, 9)) if length else int(chance.integers(1, 30))
-                    wrong = torch.from_numpy(chance.integers(0, 250, (rows, count)))
-                    kept = int(chance.integers(0, count, endpoint=True))
-                    kept = kept if end == length else 0  # behind a wrong token nothing is right
-                    kept = max(kept, count - most) if most is not None else kept
-                    new = torch.cat([ids[:, end : end + kept], wrong[:, kept:]], dim=1)
-                    logits = model(input_ids=new, cache=cache).logits
-                    if kept:
-                        torch.testing.assert_close(
-                            logits[:, :kept], expected[:, end : end + kept], rtol=1e-3, atol=1e-3
-                        )
-                    length += kept
-                    end += count
-                    torch_uma.testing.scramble(cache.pool, seed + end)
-                if not is_sure and length < end:
-                    length = start if most is None or end - start <= most else length
-                    if length > start:  # a recurrent state cannot be had of just this length
-                        with pytest.raises(SequenceError, match="checkpoint"):
-                            cache.crop(length - end)
-                        length = start
-                cache.crop(length - end)
-                assert cache.get_seq_length() == length
-                cache.pool.check()
-            torch_uma.testing.poison(cache.pool, only_free=True)
-            logits = model(input_ids=ids[:, length : length + 3], cache=cache).logits
-            torch.testing.assert_close(logits, expected[:, length : length + 3], rtol=1e-3, atol=1e-3)
-
-
-def test_a_long_prompt_leaves_windows_as_small_as_they_are() -> None:
-    model = model_of("mistral", "torch_uma")
-    cache = poisoned(model, page_size=4)
-    with torch.no_grad():
-        cache.activate_past_recording(5)
-        model(input_ids=prompt(150), cache=cache)
-        cache.pool.check()
-        told = bounded_pages(cache.pool)[0]
-        assert WINDOW // 4 + 1 <= told <= -(-(WINDOW + 5) // 4) + 1
-        with pytest.raises(SequenceError, match="keeps those from"):
-            cache.crop(-12)
-        assert cache.get_seq_length() == 150
-        cache.crop(-5)
-        assert bounded_pages(cache.pool)[0] <= WINDOW // 4 + 1
-        model(input_ids=prompt(10), cache=cache)
-
-
-@pytest.mark.parametrize("page_size", [1, 5])
-def test_a_past_may_be_longer_than_the_room_in_which_windows_slide(page_size: int) -> None:
-    model = model_of("mistral")
-    cache = poisoned(model, page_size=page_size)
-    ids = prompt(170)
-    with torch.no_grad():
-        expected = model(input_ids=ids).logits
-        model(input_ids=ids[:, :40], cache=cache)
-        cache.activate_past_recording()
-        for _ in range(2):
-            for at in range(40, 160, 4):
-                logits = model(input_ids=ids[:, at : at + 4], cache=cache).logits
-                torch.testing.assert_close(logits, expected[:, at : at + 4], rtol=1e-3, atol=1e-3)
-                if at % 3 == 0:
-                    torch_uma.testing.scramble(cache.pool, at)
-                cache.pool.check()
-            cache.crop(-120)
-        model(input_ids=ids[:, 40:50], cache=cache)
-        cache.crop(-3)
-        torch.testing.assert_close(
-            model(input_ids=ids[:, 47:60], cache=cache).logits, expected[:, 47:60], rtol=1e-3, atol=1e-3
-        )
+        seen.append(counts / 100)
+    assert (seen[0] - seen[1]).abs().max() < 0.3  # four standard deviations of a difference of two shares
 
 
 def test_generating_without_an_assistant_ends_its_recording(truth: list[torch.Tensor]) -> None:
@@ -415,144 +296,12 @@ def test_generating_without_an_assistant_ends_its_recording(truth: list[torch.Te
     truth.append(greedy("mistral"))
     cache = poisoned(model)
     tokens = generate(model, prompt(), cache=cache, prompt_lookup_num_tokens=4)
-    assert cache.is_recording_past(0) is False and not cache.is_compileable  # of windows nobody is asked that
+    assert cache.is_recording_past(0) and not cache.is_compileable
     long = generate(model, tokens, cache=cache, max_new_tokens=100)
-    assert cache.is_compileable
+    assert not cache.is_recording_past(0) and cache.is_compileable
     plain = poisoned(model)
     assert torch.equal(long, generate(model, tokens, cache=plain, max_new_tokens=100))
     assert bounded_pages(cache.pool) <= bounded_pages(plain.pool)
-
-
-def test_layers_say_and_end_what_is_recorded() -> None:
-    cache = poisoned(model_of("lfm2"))
-    assert [cache.is_recording_past(layer) for layer in range(4)] == [False] * 4
-    cache.activate_past_recording()
-    assert [cache.is_recording_past(layer) for layer in range(4)] == [True, False, True, False]
-    for layer in cache.layers:
-        if hasattr(layer, "record_past"):
-            layer.record_past = False
-    assert [cache.is_recording_past(layer) for layer in range(4)] == [False] * 4
-    cache.layers[0].activate_past_recording()
-    assert cache.is_recording_past(2)
-    recurrent = poisoned(model_of("qwen3_next"))
-    recurrent.activate_past_recording()
-    assert not any(recurrent.is_recording_past(layer) for layer in range(4))  # the arena has the checkpoint
-    for wrong in (0, -1, 1.5):
-        with pytest.raises(SequenceError, match="num_tokens of a recording"):
-            cache.activate_past_recording(wrong)  # type: ignore[arg-type]
-
-
-def test_a_fork_of_a_recording_has_no_past() -> None:
-    for name in ("mistral", "lfm2", "qwen3_next"):
-        model = model_of(name)
-        cache = poisoned(model, page_size=3)
-        ids = prompt(80)
-        with torch.no_grad():
-            expected = model(input_ids=ids).logits
-            model(input_ids=ids[:, :40], cache=cache)
-            cache.activate_past_recording()
-            model(input_ids=ids[:, 40:47], cache=cache)
-            fork = copy.deepcopy(cache)
-            cache.pool.check()
-            cache.crop(-7)
-            cache.pool.check()
-            for each, at in ((cache, 40), (fork, 47), (cache, 43), (fork, 50)):
-                logits = model(input_ids=ids[:, at : at + 3], cache=each).logits
-                torch.testing.assert_close(logits, expected[:, at : at + 3], rtol=1e-3, atol=1e-3)
-                cache.pool.check()
-            cache.crop(0)
-        if name == "mistral":
-            with pytest.raises(SequenceError):
-                fork.crop(-7)
-        fork.reset()
-        cache.reset()
-        assert_all_free(cache.pool)
-
-
-def test_inputs_of_a_forward_that_was_stopped_are_not_recorded() -> None:
-    model = model_of("lfm2")
-    cache = poisoned(model)
-    ids = torch.cat([prompt(60), prompt(60, seed=4)])
-
-    def stop(*args: Any) -> None:
-        raise KeyboardInterrupt
-
-    with torch.no_grad():
-        expected = model(input_ids=ids).logits
-        model(input_ids=ids[:, :20], cache=cache)
-        cache.activate_past_recording()
-        model(input_ids=ids[:, 20:24], cache=cache)
-        seed = 0
-        while "state copy" not in cache.paths():  # which an interrupted forward leaves as it was
-            torch_uma.testing.scramble(cache.pool, seed)
-            copy.deepcopy(cache).crop(0)
-            model(input_ids=ids[:, 24 + seed : 25 + seed], cache=cache)
-            seed += 1
-        length = 24 + seed
-        handle = model.model.layers[2].register_forward_hook(stop)
-        with pytest.raises(KeyboardInterrupt):
-            model(input_ids=torch.zeros_like(ids[:, :9]), cache=cache)
-        handle.remove()
-        model(input_ids=ids[:, length : length + 3], cache=cache)
-        cache.crop(-5)
-        logits = model(input_ids=ids[:, length - 2 : length + 4], cache=cache).logits
-        torch.testing.assert_close(logits, expected[:, length - 2 : length + 4], rtol=1e-3, atol=1e-3)
-    cache.pool.check()
-
-
-def test_what_is_recorded_goes_with_the_cache() -> None:
-    for name in ("mistral", "qwen3_next"):
-        model = model_of(name)
-        pool = torch_uma.CachePool(model, memory=MEMORY)
-        for ending in ("drop", "reset", "select", "deactivate"):
-            cache = torch_uma.UnifiedCache(model, pool=pool)
-            with torch.no_grad():
-                model(input_ids=prompt(30), cache=cache)
-                cache.activate_past_recording()
-                model(input_ids=prompt(30), cache=cache)
-            rows = int(pool.sequences.live.sum())
-            assert rows == (2 if name == "qwen3_next" else 1)
-            if ending == "reset":
-                cache.reset()
-            elif ending == "select":
-                cache.batch_repeat_interleave(2)
-                with pytest.raises(SequenceError):
-                    cache.crop(-30)
-                cache.reset()
-            elif ending == "deactivate":
-                cache.deactivate_past_recording()
-                assert int(pool.sequences.live.sum()) == 1
-            del cache
-            gc.collect()
-            assert_all_free(pool)
-            assert not pool.sequences.live.any()
-
-
-def test_a_recurrent_state_goes_back_to_its_checkpoint_alone() -> None:
-    model = model_of("qwen3_next")
-    cache = poisoned(model)
-    with torch.no_grad():
-        model(input_ids=prompt(30), cache=cache)
-        with pytest.raises(SequenceError, match="has replaced the older ones"):
-            cache.crop(-1)
-        cache.activate_past_recording()
-        with pytest.raises(SequenceError, match="there is no checkpoint"):
-            cache.crop(-1)
-        model(input_ids=prompt(4), cache=cache)
-        for count in (1, 3, 5, 33):
-            with pytest.raises(SequenceError, match="there is a checkpoint of 30"):
-                cache.crop(-count)
-            cache.pool.check()
-        cache.crop(-4)
-        with pytest.raises(SequenceError, match="there is no checkpoint"):
-            cache.crop(-4)
-        expected = model(input_ids=torch.cat([prompt(30), prompt(2)], dim=1)).logits[:, -2:]
-        torch.testing.assert_close(model(input_ids=prompt(2), cache=cache).logits, expected, rtol=1e-3, atol=1e-3)
-        cache.crop(-32)
-        assert cache.get_seq_length() == 0
-        torch.testing.assert_close(
-            model(input_ids=prompt(2), cache=cache).logits, model(input_ids=prompt(2)).logits, rtol=1e-3, atol=1e-3
-        )
 
 
 @pytest.mark.parametrize("name", ["mistral", "qwen3_next"])

@@ -43,7 +43,31 @@ Steps = GivenStep | OwnSteps
 
 
 class ArenaLayer:
-    """A layer whose content lies in an arena."""
+    """A layer whose content lies in an arena.
+
+    `is_croppable`: it can be had as it was before any of the tokens behind which its past is recorded.
+    """
+
+    is_croppable = False
+    _steps: Steps
+
+    @property
+    def record_past(self) -> bool:
+        """Whether the past of the cache is recorded, so that mixers have to hand over what they put into a state.
+
+        Set False it ends for all layers.
+        """
+        return self.is_croppable and self._steps.is_recording
+
+    @record_past.setter
+    def record_past(self, is_recording: bool) -> None:
+        if not isinstance(self._steps, OwnSteps):
+            raise SequenceError("the rows of a step belong to the loop that opened it; fork() its sequences before it")
+        rows = self._steps.at_rest()
+        if is_recording:
+            rows.record(None)
+        else:
+            rows.stop_recording()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ArenaLayer:
         """A layer of the same kind, as looped models append them, that has no place in the arena until it is planned.
@@ -260,10 +284,7 @@ class LiveStates:
 
 
 class StateLayer(ArenaLayer, LinearAttentionCacheLayerMixin):
-    """Convolution and recurrent states of one layer.
-
-    `is_croppable`: they are the last inputs of convolutions and nothing else, so that recorded inputs give older ones.
-    """
+    """Convolution and recurrent states of one layer; croppable if they are the last inputs of convolutions alone."""
 
     is_croppable = False
     is_compileable = False
@@ -284,20 +305,6 @@ class StateLayer(ArenaLayer, LinearAttentionCacheLayerMixin):
     def recurrent_states(self) -> LiveStates:  # type: ignore[override]
         """The live recurrent states by index."""
         return LiveStates(self, "recurrent")
-
-    @property
-    def record_past(self) -> bool:
-        """Whether the inputs of convolutions are recorded, so that mixers have to hand them over; set False to stop."""
-        return self.is_croppable and self._steps.is_recording
-
-    @record_past.setter
-    def record_past(self, is_recording: bool) -> None:
-        assert isinstance(self._steps, OwnSteps)
-        rows = self._steps.at_rest()
-        if is_recording:
-            rows.record(None)
-        else:
-            rows.stop_recording()
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: the arena has the states."""

@@ -54,10 +54,10 @@ class Recording:
     def note_inputs(self, layer: int, name: str, past: int, inputs: torch.Tensor, width: int) -> None:
         """Note the inputs [rows, channels, width + new] of a convolution in a step after `past` tokens."""
         end = past + inputs.shape[-1] - width
-        reached, known = self._inputs.get((layer, name), (-1, inputs))
-        if reached >= past:  # what lies behind are inputs of a step that was aborted
-            known = known[..., : known.shape[-1] - (reached - past)]
-            inputs = torch.cat([known, inputs[..., width:]], dim=-1)
+        reached, known = self._inputs.get((layer, name), (past, inputs[..., :width]))
+        num_known = known.shape[-1] - (reached - past)  # what lies behind are inputs of a step that was aborted
+        if num_known > width:
+            inputs = torch.cat([known[..., :num_known], inputs[..., width:]], dim=-1)
         if self.num_tokens is not None:
             inputs = inputs[..., -(width + self.num_tokens) :].clone()
         self._inputs[layer, name] = end, inputs

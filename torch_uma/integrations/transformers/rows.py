@@ -285,16 +285,16 @@ class CacheRows:
 
     def _move_out(self, num_tokens: int, num_new_tokens: int) -> None:
         assert self.pool is not None
-        self._is_roomy = True
-        self._past_tokens = max(self._past_tokens, self._recorded_tokens(num_new_tokens))
-        self._sized_tokens = max(self._sized_tokens, num_tokens)
-        pool = self._make_pool(len(self), self.pool.device, self._sized_tokens, True, self._past_tokens)
+        past_tokens = max(self._past_tokens, self._recorded_tokens(num_new_tokens))
+        sized_tokens = max(self._sized_tokens, num_tokens)
+        pool = self._make_pool(len(self), self.pool.device, sized_tokens, True, past_tokens)
         sequences = transplant(self.sequences, pool)
         length = self.length
         self.free()
         if self.recording is not None:
             self.recording.length = length
-        self.pool = pool
+        self.pool, self._is_roomy = pool, True
+        self._past_tokens, self._sized_tokens = past_tokens, sized_tokens
         self._hold(sequences)
         self._room_tokens = self._window_tokens = 0
 

@@ -29,17 +29,18 @@ def speculate(
     stopping_criteria: Any,
     generation_config: Any,
     prompt_lookup_num_tokens: int | None = None,
-    max_matching_ngram_size: int = 2,
+    max_matching_ngram_size: int | None = None,
     assistant: Any = None,
     assistant_cache: UnifiedCache | None = None,
     **model_kwargs: Any,
 ) -> Any:
     """Generates the same tokens with fewer forwards: `model.generate(..., cache=cache, custom_generate=speculate)`.
 
-    Candidates come from the text itself with `prompt_lookup_num_tokens=` (of an n-gram of `max_matching_ngram_size` at
-    most), or from a smaller model with `assistant=`, whose vocabulary is the same and whose cache, of its own or an
-    `assistant_cache=`, can be cropped. Greedy tokens are those of greedy decoding; with `do_sample` a candidate is kept
-    if it is the token that was sampled, so the distribution is that of sampling. The batch is one sequence.
+    Candidates come from the text itself with `prompt_lookup_num_tokens=` (behind an n-gram of `max_matching_ngram_size`
+    at most, 2 by default), or from a smaller model with `assistant=`, whose vocabulary is the same and whose cache, one
+    of transformers or an `assistant_cache=`, can be cropped. Greedy tokens are those of greedy decoding; with
+    `do_sample` a candidate is kept if it is the token that was sampled, so the distribution is that of sampling. The
+    batch is one sequence.
 
     Returns what `generate()` returns, without attentions and hidden states. The cache stands as after `generate()`.
     Synchronises with the device. PlanError for arguments that do not go together, SequenceError for another batch;
@@ -66,6 +67,8 @@ def speculate(
             "speculation needs candidates: give either prompt_lookup_num_tokens= or assistant= (transformers does not "
             "hand on assistant_model= to a custom_generate)"
         )
+    if max_matching_ngram_size is None:
+        max_matching_ngram_size = generation_config.max_matching_ngram_size or 2
     generator: Any
     if assistant is None:
         generator = PromptLookupCandidateGenerator(
@@ -109,8 +112,9 @@ class _Run:
         """Generates until a criterion stops it, and returns what `generate()` returns."""
         ids = drafted = self._input_ids
         logits = self._prefill()
-        all_logits: list[torch.Tensor] = []
-        all_scores: list[torch.Tensor] = []
+        is_told = self._config.return_dict_in_generate
+        all_logits: tuple[torch.Tensor, ...] | None = () if is_told and self._config.output_logits else None
+        all_scores: tuple[torch.Tensor, ...] | None = () if is_told and self._config.output_scores else None
         is_done = False
         while True:
             num_candidates = drafted.shape[1] - ids.shape[1]
@@ -124,9 +128,9 @@ class _Run:
             for place, token in enumerate(chosen[:, : num_accepted + 1].split(1, dim=1)):
                 num_accepted = place
                 ids = torch.cat([ids, token], dim=1)
-                all_logits.append(logits[:, place])
-                all_scores.append(scores[:, place])
-                is_done = bool(stopping_criteria(ids, tuple(all_scores)).all())
+                all_logits = None if all_logits is None else (*all_logits, logits[:, place])
+                all_scores = None if all_scores is None else (*all_scores, scores[:, place])
+                is_done = bool(stopping_criteria(ids, all_scores).all())
                 if is_done:
                     break
             self._take_back(num_candidates - num_accepted)
@@ -139,15 +143,10 @@ class _Run:
         if self._num_pending(ids) > 1:
             self._forward(ids[:, :-1], 0)
         self._cache.deactivate_past_recording()
-        if not self._config.return_dict_in_generate:
+        if not is_told:
             return ids
         output: Any = GenerateDecoderOnlyOutput
-        return output(
-            sequences=ids,
-            scores=tuple(all_scores) if self._config.output_scores else None,
-            logits=tuple(all_logits) if self._config.output_logits else None,
-            **{CACHE: self._cache},
-        )
+        return output(sequences=ids, scores=all_scores, logits=all_logits, **{CACHE: self._cache})
 
     def _prefill(self) -> torch.Tensor:
         """Runs the prompt: the logits [1, 1, vocabulary] of its last token."""
@@ -205,7 +204,7 @@ def _check_assistant(model: Any, assistant: Any, cache: UnifiedCache | None) -> 
     sizes = [each.config.get_text_config().vocab_size for each in (model, assistant)]
     if sizes[0] != sizes[1]:
         raise PlanError(
-            f"the assistant has {sizes[1]} tokens in its vocabulary and the model {sizes[0]}; use one of its"
+            f"the assistant has {sizes[1]} tokens in its vocabulary and the model {sizes[0]}; use one with the same"
         )
     if assistant._is_stateful or (cache is not None and not cache.is_croppable):
         raise PlanError(
