@@ -329,6 +329,7 @@ class UnifiedCache(Cache):
     def reset(self) -> None:
         """Frees the rows; the next forward starts again, with any batch size that fits."""
         self._own().reset()
+        self._prompt = None
 
     def crop(self, tokens_to_remove: int) -> None:
         """`crop(-n)` removes the last n tokens of every row; SequenceError for states, left windows and too many."""
@@ -339,6 +340,8 @@ class UnifiedCache(Cache):
             raise SequenceError(f"cannot remove {-tokens_to_remove} of {rows.length} tokens")
         if tokens_to_remove:
             rows.crop(rows.length + tokens_to_remove)
+            if not rows.length:
+                self._prompt = None
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row b becomes what row `beam_idx[b]` was; pages are shared, not copied. Synchronises with the device."""
@@ -377,6 +380,7 @@ class UnifiedCache(Cache):
         rows = self._own().at_rest()
         if indices != list(range(len(rows))):
             rows.select(indices)
+            self._prompt = None if self._prompt is None else self._prompt[indices]
 
     def _own(self) -> OwnSteps:
         if isinstance(self._steps, GivenStep):
