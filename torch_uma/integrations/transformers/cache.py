@@ -52,11 +52,11 @@ class UnifiedCache(Cache):
     handed over as views with no copy, windows with twice the room. `page_size` (16; 8 where the arena is sized for the
     batch), `max_sequences` (rows, forks and beams that can exist at once; at least 256 by default), `dtype` (of
     activations), `kv_dtype` (float8_e4m3fn, float8_e5m2 or bfloat16: keep keys, values and latents so, which changes
-    tokens) and `device` (that of the model) are for the pool that it makes. PlanError for a pool made for
-    another model.
+    tokens) and `device` (that of the model) are for the pool that it makes. PlanError for a pool of another model.
 
     Dropping the cache gives its rows back. A forward raises OutOfMemory (the cache stands as after the last whole
-    step), GradientError, or ClosedError once the pool is closed.
+    step), GradientError, SequenceError or PlanError where the model is another one, or was moved, and ClosedError once
+    the pool is closed.
     """
 
     def __init__(
