@@ -166,6 +166,32 @@ def test_a_model_of_states_alone_takes_new_text_alone(num_more: int) -> None:
     assert torch.equal(told, new(model, {"input_ids": text}, use_cache=False)[:, -NUM_NEW:])
 
 
+@pytest.mark.parametrize("change", ["reorder", "select", "reset", "crop", "fork"])
+def test_a_cache_of_states_alone_knows_its_text_after(change: str) -> None:
+    model, inputs = model_of("mamba2", "eager"), prompts((12, 12))
+    cache = poisoned(model)
+    tokens = new(model, inputs, cache=cache)
+    match change:
+        case "reorder":
+            cache.reorder_cache(torch.tensor([1, 0]))
+            tokens = tokens[[1, 0]]
+        case "select":
+            cache.batch_select_indices(torch.tensor([1]))
+            tokens = tokens[1:]
+        case "fork":
+            cache = copy.deepcopy(cache)
+        case _:
+            cache.reset() if change == "reset" else cache.crop(-cache.get_seq_length())
+            tokens = prompts((15, 15), seed=3)["input_ids"]
+            with torch.no_grad():  # not by generate(), so that nobody tells the text
+                model(tokens[:, :-1], cache=cache)
+    mask = {"attention_mask": torch.ones_like(tokens)}
+    text = {"input_ids": followed(mask, tokens, seed=6)["input_ids"]}
+    given = {"input_ids": text["input_ids"][:, cache.get_seq_length() :]} if IS_OLD else text
+    told = new(model, given, **scrambled(cache))[:, -NUM_NEW:]
+    assert torch.equal(told, new(model, text, use_cache=False)[:, -NUM_NEW:])
+
+
 @every_continued
 def test_rows_are_repeated_selected_and_reordered(name: str, attention: str) -> None:
     model, inputs = model_of(name, attention), inputs_of(name)

@@ -67,11 +67,11 @@ class UnifiedCache(Cache):
     handed over as views with no copy, windows with twice the room. `page_size` (16; 8 where the arena is sized for the
     batch), `max_sequences` (rows, forks and beams that can exist at once; at least 256 by default), `dtype` (of
     activations), `kv_dtype` (float8_e4m3fn, float8_e5m2 or bfloat16: keep keys, values and latents so, which changes
-    tokens) and `device` (that of the model) are for the pool that it makes. PlanError for a pool made for
-    another model.
+    tokens) and `device` (that of the model) are for the pool that it makes. PlanError for a pool of another model.
 
     Dropping the cache gives its rows back. A forward raises OutOfMemory (the cache stands as after the last whole
-    step), GradientError, or ClosedError once the pool is closed.
+    step), GradientError, SequenceError or PlanError where the model is another one, or was moved, and ClosedError once
+    the pool is closed.
     """
 
     def __init__(
@@ -381,6 +381,7 @@ class UnifiedCache(Cache):
     def reset(self) -> None:
         """Frees the rows; the next forward starts again, with any batch size that fits."""
         self._own().reset()
+        self._prompt = None
 
     def crop(self, tokens_to_remove: int) -> None:
         """`crop(-n)` removes the last n tokens of every row; what was recorded of their past goes, also with crop(0).
@@ -393,6 +394,8 @@ class UnifiedCache(Cache):
         if -tokens_to_remove > rows.length:
             raise SequenceError(f"cannot remove {-tokens_to_remove} of {rows.length} tokens")
         rows.crop(rows.length + tokens_to_remove)
+        if not rows.length:
+            self._prompt = None
 
     def activate_past_recording(self, num_tokens: int | None = None) -> None:
         """From the next forward on, keeps what `crop` needs to take tokens back: all since the last crop.
@@ -449,6 +452,7 @@ class UnifiedCache(Cache):
         rows = self._own().at_rest()
         if indices != list(range(len(rows))):
             rows.select(indices)
+            self._prompt = None if self._prompt is None else self._prompt[indices]
 
     def _own(self) -> OwnSteps:
         if isinstance(self._steps, GivenStep):

@@ -43,16 +43,16 @@ def check_stored(store: TokenStore, new: Rows) -> None:
 
 def check_computed(placed: PlacedRow, given: torch.Tensor, device: torch.device) -> None:
     """SequenceError if a row is given in another dtype than its model computed it in, or on another device."""
+    if given.device != device:
+        raise SequenceError(
+            f"the pool is on {device}, but the model gives {placed.row.name!r} of layer {placed.layer} on "
+            f"{given.device}; make a cache or pool of the model where it is now, or move the model to {device}"
+        )
     if placed.row.computed_dtype not in (None, given.dtype) and not torch.is_autocast_enabled(given.device.type):
         raise SequenceError(
             f"the pool was made for a model that computes {placed.row.name!r} of layer {placed.layer} in "
             f"{placed.row.computed_dtype}, but this one gives {given.dtype}; make a new cache or pool of the model as "
             f"it is now, with dtype={given.dtype} if the model itself says another, or move the model back"
-        )
-    if given.device != device:
-        raise SequenceError(
-            f"the pool is on {device}, but the model gives {placed.row.name!r} of layer {placed.layer} on "
-            f"{given.device}; make a cache or pool of the model where it is now, or move the model to {device}"
         )
 
 
