@@ -84,6 +84,7 @@ class AttentionLayer(ArenaLayer, CacheLayerMixin):
         store = places.stores[self._layer].tokens
         assert store is not None
         new = (key_states, value_states)
+        _check_device(self._layer, places, key_states)
         check_stored(store, new)
         is_traced = torch.compiler.is_compiling()
         if places.fixed is not None and (places.is_fixed or is_traced):
@@ -243,6 +244,7 @@ class StateLayer(ArenaLayer, LinearAttentionCacheLayerMixin):
         name = _row_name(kind, state_idx)
         places = self._steps.enter(self._layer, name, num_new_tokens=num_new_tokens, like=new)
         assert places is not None
+        _check_device(self._layer, places, new)
         return places, self._state(places, name, is_write=True)
 
     def _state(self, places: StepPlaces, name: str, *, is_write: bool) -> torch.Tensor:
@@ -312,6 +314,15 @@ def parts_of(layers: Iterable[Layer]) -> list[Part]:
 
 def _row_name(kind: str, state_idx: int) -> str:
     return kind if state_idx == 0 else f"{kind}_{state_idx}"
+
+
+def _check_device(layer: int, places: StepPlaces, new: torch.Tensor) -> None:
+    # Once there are tokens, of the first layer only: a model that moves does so as a whole.
+    if (places.fresh or layer == 0) and new.device != places.arena.device:
+        raise PlanError(
+            f"layer {layer} runs on {new.device}, but its memory is on {places.arena.device}; make the cache of the "
+            "model itself, once it is where it stays: UnifiedCache(model)"
+        )
 
 
 def _gradient_error() -> GradientError:
