@@ -19,7 +19,15 @@ from accelerate.utils import send_to_device
 from models import CONFIGS
 from pools import snapshot
 from tiny_models import WINDOW, assert_same_tokens, prompts
-from transformers import AutoModelForCausalLM, Gemma2Config, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3nTextConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+)
 from transformers.cache_utils import DynamicCache
 from two_devices import FIRST, SECOND, Devices, spread
 
@@ -372,6 +380,47 @@ def test_an_interrupted_forward_counts_on_neither(number: int) -> None:
 
 def _interrupt(*_: Any) -> None:
     raise KeyboardInterrupt
+
+
+def test_layers_that_a_loop_adds_lie_where_it_runs() -> None:
+    config = AutoConfig.for_model(
+        "dory", hidden_size=64, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64, head_dim=16,
+        vocab_size=260, num_hidden_layers=6, n_input_layers=2, n_recurrent_layers=2, n_output_layers=2,
+        n_recurrent_loops=3, layer_types=["sliding_attention", "mlp", "full_attention", "mlp", "full_attention", "mlp"],
+    )  # fmt: skip
+    model = spread(AutoModelForCausalLM.from_config(config).eval().requires_grad_(False), 1)
+    model.generation_config.eos_token_id = None
+    cache = poisoned(model)
+    assert [[bool(layer.memories) for layer in pool.plan.layers] for pool in cache.pools] == [
+        [True, False, False, False, False],
+        [False, True, True, True, True],
+    ]
+    assert torch.equal(generate(model, cache=cache), generate(model))
+
+
+def test_layers_that_share_keys_from_one_to_the_other() -> None:
+    """The model hands them on, to the other device too; but those in the arena stay where they are."""
+    given = CONFIGS["llama"]().to_dict() | {"intermediate_size": [96] * 4, "sliding_window": WINDOW}
+    config = Gemma3nTextConfig(
+        **{key: given[key] for key in ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads")},
+        **{key: given[key] for key in ("head_dim", "intermediate_size", "sliding_window", "initializer_range")},
+        num_hidden_layers=4,
+        num_kv_shared_layers=2,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        laurel_rank=8,
+        hidden_size_per_layer_input=16,
+        vocab_size_per_layer_input=tiny_models.VOCABULARY,
+        activation_sparsity_pattern=[0.0] * 4,
+        altup_num_inputs=2,
+        tie_word_embeddings=False,
+    )
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().requires_grad_(False)
+    model.generation_config.eos_token_id = None
+    model = spread(model, 1)
+    assert torch.equal(generate(model, cache=poisoned(model)), generate(model))
+    model.set_attn_implementation("torch_uma")
+    with pytest.raises(torch_uma.SequenceError, match="keep layers that share keys on one device"):
+        generate(model, cache=poisoned(model))
 
 
 def test_states_are_looked_at_where_they_lie() -> None:

@@ -65,7 +65,7 @@ class Devices(TorchFunctionMode):
 
 
 def spread(model: PreTrainedModel, num_first: int) -> PreTrainedModel:
-    """Puts the embedding and `num_first` layers on `FIRST` and the rest on `SECOND`, as a device_map does."""
+    """Puts the last layers and the head on `SECOND`, and what is before and around them on `FIRST`, by a device map."""
     decoder = model.get_decoder()
     prefix = next(name for name, module in model.named_modules() if module is decoder)
     device_map = {name: SECOND for name, _ in model.named_children() if name != prefix}
@@ -73,7 +73,7 @@ def spread(model: PreTrainedModel, num_first: int) -> PreTrainedModel:
         if name == "layers":
             device_map |= {f"{prefix}.layers.{i}": FIRST if i < num_first else SECOND for i in range(len(child))}
         else:
-            device_map[f"{prefix}.{name}"] = FIRST if name.startswith(("embed_", "embeddings")) else SECOND
+            device_map[f"{prefix}.{name}"] = FIRST
     return dispatch_model(model, device_map, main_device=FIRST, skip_keys=model._skip_keys_device_placement)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,7 +56,8 @@ def declare(model_or_config: Any, *, dtype: torch.dtype | None = None) -> tuple[
     """
     config = _text_config(model_or_config)
     kinds, lifetimes = _kinds(config)
-    cache = _run(_weightless(model_or_config, dtype), config, kinds, lifetimes)
+    cache = _first_cache(config, kinds, lifetimes)
+    _run(_weightless(model_or_config, dtype), cache, config)
     layers = [_layer(layer) for layer in cache.layers]
     if not any(layer.memories for layer in layers):
         raise PlanError(f"{config.model_type} left nothing in the cache: it keeps what it remembers elsewhere")
@@ -63,6 +65,27 @@ def declare(model_or_config: Any, *, dtype: torch.dtype | None = None) -> tuple[
         if kind == "dummy":
             layers[index] = Layer(shares=_producer(config, index), name=kind)
     return tuple(layers)
+
+
+def fillers(model: Any) -> list[str | None]:
+    """For each layer of the cache, the name within the model's decoder of the module that fills it, or of one in it.
+
+    None for a layer that stores nothing. PlanError as for `declare`, which runs the same forward.
+    """
+    config = _text_config(model)
+    cache = _first_cache(config, *_kinds(config))
+    decoder = _weightless(model, None)
+    names: dict[int, str] = {}
+
+    def note(name: str, *_: Any) -> None:
+        for index, layer in enumerate(cache.layers):
+            if index not in names and _layer(layer).memories:
+                names[index] = name
+
+    for name, module in decoder.named_modules():
+        module.register_forward_hook(partial(note, name))
+    _run(decoder, cache, config)
+    return [names.get(index) for index in range(len(cache.layers))]
 
 
 class _FirstForward(DynamicCache):
@@ -154,18 +177,23 @@ def _first_argument(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> t
     return hidden_states
 
 
-def _run(decoder: Any, config: PreTrainedConfig, kinds: list[str], lifetimes: list[Lifetime | None]) -> DynamicCache:
-    """The cache after a first forward; its layers carry `kind`, `lifetime` and `latent_width`."""
-    parameters = inspect.signature(decoder.forward).parameters
-    argument = next((name for name in _CACHE_ARGUMENTS if name in parameters), None)
-    if argument is None:
-        raise PlanError(f"{config.model_type} takes no cache: it keeps what it remembers elsewhere")
+def _first_cache(config: PreTrainedConfig, kinds: list[str], lifetimes: list[Lifetime | None]) -> DynamicCache:
+    """A cache whose layers carry `kind`, `lifetime` and `latent_width`."""
     cache = _FirstForward(config=config)
     layers: list[Any] = cache.layers
     for layer, kind, lifetime, layer_config in zip(layers, kinds, lifetimes, layer_configs(config)):
         # Noted on the layer itself, since looped models append copies of layers.
         layer.kind, layer.lifetime = kind, lifetime
         layer.latent_width = getattr(layer_config, "kv_lora_rank", None)
+    return cache
+
+
+def _run(decoder: Any, cache: DynamicCache, config: PreTrainedConfig) -> None:
+    """A first forward, which leaves in the cache what the layers store."""
+    parameters = inspect.signature(decoder.forward).parameters
+    argument = next((name for name in _CACHE_ARGUMENTS if name in parameters), None)
+    if argument is None:
+        raise PlanError(f"{config.model_type} takes no cache: it keeps what it remembers elsewhere")
     tokens = torch.zeros((1, _NUM_TOKENS), dtype=torch.long, device="meta")
     # Where a shape depends on values, take them as nonzero.
     assume = fx_config.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]
@@ -177,7 +205,6 @@ def _run(decoder: Any, config: PreTrainedConfig, kinds: list[str], lifetimes: li
             f"{config.model_type} does not run on the meta device with transformers' DynamicCache, so what it stores "
             f"is unknown; give a sequence of torch_uma.Layer instead ({type(error).__name__}: {error})"
         ) from error
-    return cache
 
 
 def _layer(layer: Any) -> Layer:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from torch_uma.errors import PlanError
+from torch_uma.integrations.transformers.declare import fillers
 from torch_uma.layout import Layer
 
 
@@ -26,30 +27,27 @@ class Shard:
 
 
 def devices_of(model_or_config: Any) -> tuple[torch.device, ...]:
-    """The devices that the decoder layers of a model run on, in their order; none for a config."""
-    return tuple(dict.fromkeys(_devices_by_layer(model_or_config).values()))
+    """The devices on which the layers of a model run that store something, in their order; none for a config."""
+    places = _places(model_or_config)
+    devices = tuple(dict.fromkeys(places.values()))
+    if len(devices) < 2:
+        return devices
+    return tuple(dict.fromkeys(places[name] for name in fillers(model_or_config) if name is not None))
 
 
 def shards_of(model_or_config: Any, layers: Sequence[Layer]) -> tuple[Shard, ...]:
-    """What these layers of a model store on each device, in the order in which a forward comes to them.
-
-    None for a config, and for a model whose modules do not say which layer they are; PlanError if only some do.
-    """
-    known = _devices_by_layer(model_or_config)
-    if not known:
-        return ()
-    only = next(iter(known.values())) if len(set(known.values())) == 1 else None
+    """What these layers of a model store on each device, in the order of the layers; none for a config."""
+    places = _places(model_or_config)
+    storing = [index for index, layer in enumerate(layers) if layer.memories]
     indices: dict[torch.device, set[int]] = {}
-    for index, layer in enumerate(layers):
-        if layer.memories:
-            # A looped model comes to its modules again with layers of its cache that are numbered on.
-            device = only or known.get(index, known.get(index % (max(known) + 1)))
-            if device is None:
-                raise PlanError(
-                    f"{several(devices_of(model_or_config))}, but no module says that it is layer {index}, so nobody "
-                    "knows where that is; load the model on one device"
-                )
-            indices.setdefault(device, set()).add(index)
+    if len(set(places.values())) > 1:
+        names = fillers(model_or_config)
+        for index in storing:
+            name = names[index]
+            assert name is not None
+            indices.setdefault(places[name], set()).add(index)
+    else:
+        indices = {device: set(storing) for device in places.values()}
     return tuple(
         Shard(
             device=device,
@@ -88,28 +86,28 @@ def _listed(devices: Any) -> str:
     return ", ".join(str(device) for device in devices)
 
 
-def _devices_by_layer(model_or_config: Any) -> dict[int, torch.device]:
-    found: dict[int, torch.device] = {}
+def _places(model_or_config: Any) -> dict[str, torch.device]:
+    """Where every module of a model's decoder runs, by its name there."""
+    places: dict[str, torch.device] = {}
     if hasattr(model_or_config, "get_decoder"):
-        _visit(model_or_config.get_decoder(), None, found)
-    return dict(sorted(found.items()))
+        _visit(model_or_config.get_decoder(), "", None, None, places)
+    return places
 
 
-def _visit(module: torch.nn.Module, inherited: torch.device | None, found: dict[int, torch.device]) -> bool:
-    """Notes where the innermost modules run that say which layer they are; returns whether there were any.
-
-    Innermost, as a block may be numbered otherwise than the layers of the cache in it.
-    """
-    device = _hook_device(module) or inherited
-    inner = [_visit(child, device, found) for child in module.children()]
-    index = getattr(module, "layer_idx", None)
-    if not isinstance(index, int):
-        return any(inner)
-    if not any(inner):
-        device = device or _own_device(module)
-        if device is not None:
-            found.setdefault(index, device)
-    return True
+def _visit(
+    module: torch.nn.Module,
+    name: str,
+    hooked: torch.device | None,
+    around: torch.device | None,
+    places: dict[str, torch.device],
+) -> None:
+    """`hooked`: where a hook sends what a module around this one is given; `around`: where that one runs."""
+    hooked = _hook_device(module) or hooked
+    here = hooked or _own_device(module) or around
+    if here is not None:
+        places[name] = here
+    for child_name, child in module.named_children():
+        _visit(child, f"{name}.{child_name}" if name else child_name, hooked, here, places)
 
 
 def _hook_device(module: torch.nn.Module) -> torch.device | None:

@@ -271,14 +271,14 @@ class OwnSteps:
         if is_new:
             assert like is not None
             self.rows.add(like.shape[0], like.device)
-        self._is_newest()
+        self._be_newest()
         try:
             self._opened = self.rows.begin(num_new_tokens, in_place=self.in_place, is_fixed=is_fixed)
         except BaseException:
             if is_new:
                 self.reset()
             raise
-        self._is_newest()  # also on the pool into which the rows may have moved
+        self._be_newest()  # also on the pool into which the rows may have moved
         self._tell_cut()
         self._open = self._opened[0]
         for places in self._opened:
@@ -288,7 +288,7 @@ class OwnSteps:
         self._last_layer = None
         self._announced = None
 
-    def _is_newest(self) -> None:
+    def _be_newest(self) -> None:
         for pool in self.rows.pools:
             _NEWEST[pool] = ref(self)
 
