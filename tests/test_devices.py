@@ -6,7 +6,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -464,8 +464,8 @@ def test_what_a_pool_on_each_device_excludes() -> None:
     pool = torch_uma.CachePool(model.config, memory=MEMORY)
     refused: list[tuple[str, Callable[[], object]]] = [
         (r"cpu:0, cpu:1.*cache\.pools", lambda: cache.pool),
-        ("cpu:0, cpu:1.*leave pool= and device= out", lambda: torch_uma.UnifiedCache(model, pool=pool)),
-        ("cpu:0, cpu:1.*leave pool= and device= out", lambda: torch_uma.UnifiedCache(model, device="cpu")),
+        ("cpu:0, cpu:1.*leave pool= out", lambda: torch_uma.UnifiedCache(model, pool=pool)),
+        ("cpu:0, cpu:1.*leave device= out", lambda: torch_uma.UnifiedCache(model, device="cpu")),
         ("cpu:0, cpu:1, and a pool lies on one", lambda: torch_uma.CachePool(model, memory=MEMORY)),
         ("names cpu:1, but .*cpu:0, cpu:1", lambda: torch_uma.UnifiedCache(model, memory={"cpu:1": MEMORY})),
         ("no device here", lambda: torch_uma.UnifiedCache(model, memory={"gpu": MEMORY})),
@@ -515,8 +515,8 @@ def test_where_layers_run() -> None:
 def test_layers_that_run_on_one_device_have_one_pool_there() -> None:
     model = spread(build("gemma2", "eager"), 0)  # beside an embedding that is somewhere else
     assert model.model.embed_tokens.weight.device == FIRST
-    for make in (partial(torch_uma.UnifiedCache, memory=MEMORY), partial(torch_uma.UnifiedCache, max_tokens=90)):
-        cache = make(model)
+    for how in ({"memory": MEMORY}, {"memory": {SECOND: "1MiB"}}, {"max_tokens": 90}):
+        cache = torch_uma.UnifiedCache(model, **how)
         assert torch.equal(generate(model, cache=cache), expected("gemma2"))
         assert cache.pools == (cache.pool,) and cache.pool.device == SECOND
     assert torch_uma.CachePool(model, memory=MEMORY).device == SECOND

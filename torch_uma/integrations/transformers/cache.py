@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache
 from torch_uma.counts import whole
 from torch_uma.errors import PlanError, SequenceError
 from torch_uma.integrations.transformers.attention import NAME, is_used, text_config_of
-from torch_uma.integrations.transformers.devices import memory_by_device, several, shards_of
+from torch_uma.integrations.transformers.devices import Shard, devices_of, memory_by_device, several, shards_of
 from torch_uma.integrations.transformers.given import GivenStep
 from torch_uma.integrations.transformers.layers import AttentionLayer, StateLayer, make_layers, parts_of
 from torch_uma.integrations.transformers.places import StepPlaces
@@ -79,8 +79,10 @@ class UnifiedCache(Cache):
             max_tokens = whole(max_tokens, "max_tokens of a cache", least=1, error=PlanError)
         if max_sequences is not None:
             max_sequences = whole(max_sequences, "max_sequences of a pool", least=1, error=PlanError)
+        shards: tuple[Shard, ...] = ()
         if pool is None:
             layers = declare(model_or_config, dtype=dtype)
+            shards = shards_of(model_or_config, layers)
         else:
             asked = {"memory": memory, "page_size": page_size, "max_sequences": max_sequences, "dtype": dtype}
             for name, value in {**asked, "device": device}.items():
@@ -89,10 +91,9 @@ class UnifiedCache(Cache):
             pool.guard.check_usable()
             _check_made_for(pool, model_or_config)
             layers = pool.plan.layers
-        shards = shards_of(model_or_config, layers)
         devices = [shard.device for shard in shards]
-        if len(shards) > 1 and (pool is not None or device is not None):
-            raise PlanError(f"{several(devices)}, and the cache has a pool on each; leave pool= and device= out")
+        if len(devices) > 1 and device is not None:
+            raise PlanError(f"{several(devices)}, and the cache has a pool on each; leave device= out")
         if device is None:
             device = devices[0] if devices else getattr(model_or_config, "device", None)
         config, has_attention = text_config_of(model_or_config), _stores_tokens(layers)
@@ -128,7 +129,7 @@ class UnifiedCache(Cache):
             return CacheRows(make, pool=made, max_tokens=max_tokens)
 
         self._steps: OwnSteps | GivenStep
-        sizes = memory_by_device(memory, devices or [torch.device(device or torch.get_default_device())])
+        sizes = memory_by_device(memory, devices or [device or torch.get_default_device()])
         if len(shards) > 1:
             rows = [rows_of(shard.layers, shard.device, size) for shard, size in zip(shards, sizes, strict=True)]
             self._steps = ShardedSteps(ShardedRows(shards, rows), parts_of(layers), is_in_place)
@@ -424,6 +425,9 @@ def _check_made_for(pool: CachePool, model_or_config: Any) -> None:
             f"the pool was made for another model: this one stores {difference}, the pool {instead}; "
             "make a CachePool of this model, or leave pool= out"
         )
+    devices = devices_of(model_or_config)
+    if len(devices) > 1:
+        raise PlanError(f"{several(devices)}, and the cache has a pool on each; leave pool= out")
     _MADE_FOR[pool] = weakref.ref(model_or_config)
 
 

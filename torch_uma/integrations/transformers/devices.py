@@ -29,10 +29,10 @@ class Shard:
 def devices_of(model_or_config: Any) -> tuple[torch.device, ...]:
     """The devices on which the layers of a model run that store something, in their order; none for a config."""
     places = _places(model_or_config)
-    devices = tuple(dict.fromkeys(places.values()))
-    if len(devices) < 2:
-        return devices
-    return tuple(dict.fromkeys(places[name] for name in fillers(model_or_config) if name is not None))
+    devices = dict.fromkeys(places.values())
+    if len(devices) > 1:
+        devices = dict.fromkeys(_place(places, name) for name in fillers(model_or_config) if name is not None)
+    return tuple(devices)
 
 
 def shards_of(model_or_config: Any, layers: Sequence[Layer]) -> tuple[Shard, ...]:
@@ -45,7 +45,7 @@ def shards_of(model_or_config: Any, layers: Sequence[Layer]) -> tuple[Shard, ...
         for index in storing:
             name = names[index]
             assert name is not None
-            indices.setdefault(places[name], set()).add(index)
+            indices.setdefault(_place(places, name), set()).add(index)
     else:
         indices = {device: set(storing) for device in places.values()}
     return tuple(
@@ -61,7 +61,7 @@ def shards_of(model_or_config: Any, layers: Sequence[Layer]) -> tuple[Shard, ...
     )
 
 
-def memory_by_device(memory: Any, devices: Sequence[torch.device]) -> list[Any]:
+def memory_by_device(memory: Any, devices: Sequence[torch.device | str]) -> list[Any]:
     """What was given as memory, for each of the devices: for all the same, or what a mapping by device says."""
     if not isinstance(memory, Mapping):
         return [memory] * len(devices)
@@ -69,12 +69,13 @@ def memory_by_device(memory: Any, devices: Sequence[torch.device]) -> list[Any]:
         given = {_named(device): size for device, size in memory.items()}
     except (RuntimeError, TypeError) as error:
         raise PlanError(f"memory={dict(memory)!r} names what is no device here ({error})") from error
-    if set(given) != set(devices):
+    places = [_named(device) for device in devices]
+    if set(given) != set(places):
         raise PlanError(
-            f"memory= names {_listed(given)}, but the layers of the model run on {_listed(devices)}; give a size for "
+            f"memory= names {_listed(given)}, but what the model stores lies on {_listed(places)}; give a size for "
             "each of these, or one for all"
         )
-    return [given[device] for device in devices]
+    return [given[device] for device in places]
 
 
 def several(devices: Sequence[torch.device]) -> str:
@@ -87,27 +88,34 @@ def _listed(devices: Any) -> str:
 
 
 def _places(model_or_config: Any) -> dict[str, torch.device]:
-    """Where every module of a model's decoder runs, by its name there."""
+    """Where the modules of a model's decoder run that say so, by their names there, and what is around them."""
     places: dict[str, torch.device] = {}
     if hasattr(model_or_config, "get_decoder"):
-        _visit(model_or_config.get_decoder(), "", None, None, places)
+        _visit(model_or_config.get_decoder(), "", None, places)
     return places
 
 
+def _place(places: dict[str, torch.device], name: str) -> torch.device:
+    """Where the module of this name runs, or the one around it."""
+    while name not in places:
+        name = name.rpartition(".")[0]
+    return places[name]
+
+
 def _visit(
-    module: torch.nn.Module,
-    name: str,
-    hooked: torch.device | None,
-    around: torch.device | None,
-    places: dict[str, torch.device],
-) -> None:
-    """`hooked`: where a hook sends what a module around this one is given; `around`: where that one runs."""
+    module: torch.nn.Module, name: str, hooked: torch.device | None, places: dict[str, torch.device]
+) -> torch.device | None:
+    """Where a module runs, by its hook, or one around it, or its weights, or else those in it; `places` gets it all."""
     hooked = _hook_device(module) or hooked
-    here = hooked or _own_device(module) or around
+    parts = [
+        _visit(part, f"{name}.{part_name}" if name else part_name, hooked, places)
+        for part_name, part in module.named_children()
+    ]
+    weights = [parameter.device for parameter in module.parameters(recurse=False)]
+    here = next((device for device in (hooked, *weights, *parts) if device is not None), None)
     if here is not None:
         places[name] = here
-    for child_name, child in module.named_children():
-        _visit(child, f"{name}.{child_name}" if name else child_name, hooked, here, places)
+    return here
 
 
 def _hook_device(module: torch.nn.Module) -> torch.device | None:
@@ -118,13 +126,6 @@ def _hook_device(module: torch.nn.Module) -> torch.device | None:
         if device is not None:
             return _named(device)
     return None
-
-
-def _own_device(module: torch.nn.Module) -> torch.device | None:
-    """Where the parts of a module run."""
-    hooks = (_hook_device(part) for part in module.modules())
-    parameters = (parameter.device for parameter in module.parameters())
-    return next((device for device in hooks if device is not None), next(parameters, None))
 
 
 def _named(device: Any) -> torch.device:
