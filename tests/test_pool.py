@@ -121,6 +121,7 @@ def every_call(pool: CachePool, content: Content) -> Iterator[Callable[[], objec
     yield lambda: pool.begin([sequence], 1)
     yield lambda: pool.step({sequence: 1}).__enter__()
     yield lambda: pool.extend_runs([sequence], 1)
+    yield lambda: pool.quote_runs([sequence], 1)
     yield lambda: pool.lease(sequence, "test")
     yield lambda: pool.event(0)
     yield lambda: batch.append(sequence)
@@ -351,11 +352,14 @@ def test_extend_runs_fits_wherever_paging_fits() -> None:
     advance(content, [sequence], 12)
     free = most - sum(hog.num_pages) - sum(sequence.num_pages)
     assert free < (4 + free), "a new run beside what it holds does not fit"
+    assert pool.quote_runs([sequence], (4 + free) * 3).demand == (free,)
     pool.extend_runs([sequence], (4 + free) * 3)
     assert sequence.num_pages == (4 + free,)
+    assert pool.quote_runs([sequence], (4 + free) * 3).demand == (0,)
     pool.check()
     content.verify()
     before = snapshot(pool)
+    assert not pool.quote_runs([sequence], (5 + free) * 3)
     with pytest.raises(OutOfMemory):
         pool.extend_runs([sequence], (5 + free) * 3)
     assert snapshot(pool) == before

@@ -226,17 +226,12 @@ class Sequences:
 
     def crop(self, row: int, num_tokens: int) -> None:
         """Shorten the row and let go of the pages behind; SequenceError if what it needs then is gone."""
-        length = int(self.length[row])
-        num_tokens = whole(num_tokens, "num_tokens of a crop", least=0, error=SequenceError)
-        if num_tokens == length:
+        num_tokens = self.check_crop(row, num_tokens)
+        if num_tokens == self.length[row]:
             self.torn[row] &= num_tokens > 0  # without tokens it starts over
             return
-        if num_tokens > length:
-            raise SequenceError(f"a sequence of {length} tokens cannot be cropped to {num_tokens}; crop only shortens")
         first = self.first[:, row].copy()
         if num_tokens:
-            self._check_state(row, num_tokens)
-            self.check_kept(row, num_tokens)
             end = self.lifespans.num_pages(self._every, np.full(len(first), num_tokens))
             end[list(self.lifespans.states)] = 1
             end = np.clip(end, first, self.end[:, row])
@@ -253,6 +248,17 @@ class Sequences:
         self.length[row] = num_tokens
         self.tables.write_lengths(np.array([row]), num_tokens)
         self.may_share[row] = self.num_shared > 0
+
+    def check_crop(self, row: int, num_tokens: int) -> int:
+        """The number of tokens; SequenceError if the row cannot be shortened to it."""
+        length = int(self.length[row])
+        num_tokens = whole(num_tokens, "num_tokens of a crop", least=0, error=SequenceError)
+        if num_tokens > length:
+            raise SequenceError(f"a sequence of {length} tokens cannot be cropped to {num_tokens}; crop only shortens")
+        if 0 < num_tokens < length:
+            self._check_state(row, num_tokens)
+            self.check_kept(row, num_tokens)
+        return num_tokens
 
     def check_columns(self, num_tokens: int) -> None:
         """Raise SequenceError if the tables have no columns for a sequence of so many tokens.

@@ -1,4 +1,4 @@
-"""The plan of a pool, from what its maker was given: a plan, or a source of layers and an amount of memory."""
+"""The plan and the device of a pool, from what its maker was given: a plan, or a source of layers and of memory."""
 
 from __future__ import annotations
 
@@ -18,6 +18,27 @@ FREE_SHARE = 0.5
 
 PAGE_SIZE = 16
 """Entries of a page when nobody says how many."""
+
+
+def device_of(source: Any, device: torch.device | str | None) -> torch.device:
+    """Where the arena of a pool lies: as given, or where the layers of `source` run, if it is a model.
+
+    PlanError for a model whose layers run on several devices.
+    """
+    if isinstance(source, torch.nn.Module):
+        from torch_uma.integrations.transformers.devices import devices_of, several
+
+        devices = devices_of(source)
+        if len(devices) > 1:
+            raise PlanError(
+                f"{several(devices)}, and a pool lies on one; UnifiedCache(model) makes a pool on each for generate(), "
+                "and a loop over pool.step needs the model on one device"
+            )
+        if device is None and devices:
+            device = devices[0]
+    if device is None:
+        device = getattr(source, "device", None) or torch.get_default_device()
+    return torch.device(device)
 
 
 def plan_of(

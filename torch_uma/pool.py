@@ -21,7 +21,7 @@ from torch_uma.arena import Arena
 from torch_uma.band import PageArray
 from torch_uma.batch import Batch
 from torch_uma.books import Sequences
-from torch_uma.budget import plan_of
+from torch_uma.budget import device_of, plan_of
 from torch_uma.counts import whole, whole_or_each
 from torch_uma.epochs import Epochs
 from torch_uma.errors import ClosedError, LeaseError, OutOfMemory, PageError, PlanError, SequenceError
@@ -31,7 +31,7 @@ from torch_uma.lifespans import Lifespans
 from torch_uma.multistep import MultiStep
 from torch_uma.placement import Quote
 from torch_uma.recount import recount
-from torch_uma.runs import extend_runs
+from torch_uma.runs import extend_runs, wanted_end
 from torch_uma.sequence import Sequence
 from torch_uma.sled import give_back, slide_windows
 from torch_uma.stats import Stats
@@ -86,9 +86,7 @@ class CachePool:
         max_sequences = whole(max_sequences, "max_sequences of a pool", least=1, error=PlanError)
         if max_tokens is not None:
             max_tokens = whole(max_tokens, "max_tokens of a pool", least=1, error=PlanError)
-        if device is None:
-            device = getattr(source, "device", None) or torch.get_default_device()
-        self.device = torch.device(device)
+        self.device = device_of(source, device)
         # Not kept alive: who makes a pool of a model may drop the model.
         self.made_for = weakref.ref(source) if hasattr(source, "get_text_config") or hasattr(source, "config") else None
         self.plan = plan_of(source, memory, page_size, dtype, kv_dtype, self.device)
@@ -183,6 +181,15 @@ class CachePool:
         num_tokens = whole(num_tokens, "num_tokens of a sequence", least=0, error=SequenceError)
         if len(rows):
             extend_runs(self.sequences, rows, min(num_tokens, self.tables.max_tokens))
+
+    def quote_runs(self, sequences: Batch | Iterable[Sequence], num_tokens: int) -> Quote:
+        """Say whether `extend_runs` would find the room now, in a run or not, at what cost, or what would help."""
+        rows = self._idle_batch(sequences).rows.numbers
+        num_tokens = whole(num_tokens, "num_tokens of a sequence", least=0, error=SequenceError)
+        missing = (
+            wanted_end(self.sequences, rows, min(num_tokens, self.tables.max_tokens)) - self.sequences.end[:, rows]
+        )
+        return self.allocator.quote(missing.sum(axis=1).tolist())
 
     def slide_windows(self, sequences: Batch | Iterable[Sequence], num_new_tokens: int, num_tokens: int) -> int:
         """Take room in windows for a step of `num_new_tokens`, and then a window's length more, in one run of pages.

@@ -54,11 +54,7 @@ def extend_runs(books: Sequences, rows: Int64Array, num_tokens: int) -> None:
     books.settle()
     lifespans, allocator = books.lifespans, books.allocator
     end = books.end[:, rows]
-    wanted = end.copy()
-    for k in lifespans.paged:
-        held = books.first[k, rows] + allocator.plan.subpools[k].num_pages_for(num_tokens)
-        columns = int(lifespans.num_pages(np.array(k), np.array(num_tokens)))
-        wanted[k] = np.maximum(end[k], np.minimum(columns, held))
+    wanted = wanted_end(books, rows, num_tokens)
     # All rows are equally long in a run, which keeps the room that the longest of them has.
     run_pages = {k: int(wanted[k].max()) for k in lifespans.full}
     broken = [k for k, num_pages in run_pages.items() if num_pages and find_run(books, rows, k, 0, num_pages) is None]
@@ -87,6 +83,16 @@ def extend_runs(books: Sequences, rows: Int64Array, num_tokens: int) -> None:
             cells = spread(books.tables.origin[k, rows] + end[k], wanted[k] - end[k])
             books.tables.write(cells, part)
             set_end(books, rows, k, wanted[k])
+
+
+def wanted_end(books: Sequences, rows: Int64Array, num_tokens: int) -> Int64Array:
+    """[sub-pools, rows] int64, where the columns of `rows` end once they have room for `num_tokens` tokens."""
+    wanted = books.end[:, rows]
+    for k in books.lifespans.paged:
+        held = books.first[k, rows] + books.allocator.plan.subpools[k].num_pages_for(num_tokens)
+        columns = int(books.lifespans.num_pages(np.array(k), np.array(num_tokens)))
+        wanted[k] = np.maximum(wanted[k], np.minimum(columns, held))
+    return wanted
 
 
 def _replace(books: Sequences, rows: Int64Array, k: int, run: Int64Array) -> None:

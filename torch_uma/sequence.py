@@ -85,6 +85,10 @@ class Sequence:
         """
         self._pool.sequences.crop(self._pool.idle_row(self), num_tokens)
 
+    def check_crop(self, num_tokens: int) -> None:
+        """Raise what `crop` would raise now; changes nothing."""
+        self._pool.sequences.check_crop(self._pool.idle_row(self), num_tokens)
+
     def free(self) -> None:
         """Give back everything that it holds; the sequence cannot be used any more."""
         self._pool.sequences.free(self._pool.idle_row(self))

@@ -123,7 +123,8 @@ def attention(
         if attention_mask is not None and attention_mask.dtype == torch.int64:
             raise SequenceError(
                 f"{_name(module)} attends by {NAME!r} to keys that it did not get from this cache; make the cache of "
-                "the model that uses it, or of its own config, or use attn_implementation='sdpa' or 'eager'"
+                "the model that uses it, or of its own config, keep layers that share keys on one device, or use "
+                "attn_implementation='sdpa' or 'eager'"
             )
         chosen = (indices, block_indices, kwargs.get("position_ids"))
         attention_mask = hide_others(module, query, key.shape[2], attention_mask, *chosen)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -18,6 +19,7 @@ from transformers.cache_utils import Cache
 from torch_uma.counts import whole
 from torch_uma.errors import PlanError, SequenceError
 from torch_uma.integrations.transformers.attention import NAME, is_used
+from torch_uma.integrations.transformers.devices import Shard, devices_of, memory_by_device, several, shards_of
 from torch_uma.integrations.transformers.given import GivenStep
 from torch_uma.integrations.transformers.layers import (
     AttentionLayer,
@@ -32,6 +34,7 @@ from torch_uma.integrations.transformers.origin import Origin, text_config_of
 from torch_uma.integrations.transformers.own import Lightning, as_minimax_cache, with_lightning
 from torch_uma.integrations.transformers.places import StepPlaces
 from torch_uma.integrations.transformers.rows import CacheRows
+from torch_uma.integrations.transformers.shards import ShardedRows, ShardedSteps
 from torch_uma.integrations.transformers.sizing import plan_for
 from torch_uma.integrations.transformers.steps import OwnSteps
 from torch_uma.integrations.transformers.stores import parts_of_memory
@@ -67,7 +70,9 @@ class UnifiedCache(Cache):
     handed over as views with no copy, windows with twice the room. `page_size` (16; 8 where the arena is sized for the
     batch), `max_sequences` (rows, forks and beams that can exist at once; at least 256 by default), `dtype` (of
     activations), `kv_dtype` (float8_e4m3fn, float8_e5m2 or bfloat16: keep keys, values and latents so, which changes
-    tokens) and `device` (that of the model) are for the pool that it makes. PlanError for a pool of another model.
+    tokens) and `device` (that of the model) are for the pool that it makes. PlanError for a pool of another model. Of a
+    model whose layers run on several devices, as with a `device_map`, the cache has a pool on each with what lies there
+    (`pools`); `memory` is then that of each, or a mapping from devices to it.
 
     Dropping the cache gives its rows back. A forward raises OutOfMemory (the cache stands as after the last whole
     step), GradientError, SequenceError or PlanError where the model is another one, or was moved, and ClosedError once
@@ -78,7 +83,7 @@ class UnifiedCache(Cache):
         self,
         model_or_config: Any,
         *,
-        memory: int | float | str | None = None,
+        memory: int | float | str | Mapping[Any, int | float | str] | None = None,
         max_tokens: int | None = None,
         pool: CachePool | None = None,
         page_size: int | None = None,
@@ -94,8 +99,10 @@ class UnifiedCache(Cache):
             max_tokens = whole(max_tokens, "max_tokens of a cache", least=1, error=PlanError)
         if max_sequences is not None:
             max_sequences = whole(max_sequences, "max_sequences of a pool", least=1, error=PlanError)
+        shards: tuple[Shard, ...] = ()
         if pool is None:
             layers = kept_as(declare(model_or_config, dtype=dtype), kv_dtype)
+            shards = shards_of(model_or_config, layers)
         else:
             asked = {"memory": memory, "page_size": page_size, "max_sequences": max_sequences, "dtype": dtype}
             for name, value in {**asked, "kv_dtype": kv_dtype, "device": device}.items():
@@ -104,14 +111,25 @@ class UnifiedCache(Cache):
             pool.guard.check_usable()
             _check_made_for(pool, model_or_config)
             layers = pool.plan.layers
-        device = device if device is not None else getattr(model_or_config, "device", None)
+        devices = [shard.device for shard in shards]
+        if len(devices) > 1 and device is not None:
+            raise PlanError(f"{several(devices)}, and the cache has a pool on each; leave device= out")
+        if device is None:
+            device = devices[0] if devices else getattr(model_or_config, "device", None)
         config, has_attention = text_config_of(model_or_config), _stores_tokens(layers)
 
         def is_in_place() -> bool:
             return not has_attention or is_used(config)
 
         def make_pool(
-            num_rows: int, tensor_device: torch.device, max_tokens: int | None, is_roomy: bool, past_tokens: int
+            layers: tuple[Layer, ...],
+            device: torch.device | str | None,
+            memory: int | float | str | None,
+            num_rows: int,
+            tensor_device: torch.device,
+            max_tokens: int | None,
+            is_roomy: bool,
+            past_tokens: int,
         ) -> CachePool:
             on = tensor_device if device is None else torch.device(device)
             options: dict[str, Any] = {"max_sequences": max_sequences or max(256, 4 * num_rows), "device": on}
@@ -126,10 +144,20 @@ class UnifiedCache(Cache):
             _log.info("took %d bytes on %s for a cache of %d rows", made.plan.arena_bytes, on, num_rows)
             return made
 
-        if pool is None and memory is not None:
-            pool = make_pool(1, torch.get_default_device(), max_tokens, False, 0)
-        rows = CacheRows(make_pool, pool=pool, max_tokens=max_tokens)
-        self._steps: OwnSteps | GivenStep = OwnSteps(rows, parts_of(layers), is_in_place, Origin(model_or_config))
+        def rows_of(layers: tuple[Layer, ...], device: torch.device | str | None, memory: Any) -> CacheRows:
+            make, made = partial(make_pool, layers, device, memory), pool
+            if made is None and memory is not None:
+                made = make(1, torch.get_default_device(), max_tokens, False, 0)
+            return CacheRows(make, pool=made, max_tokens=max_tokens)
+
+        origin = Origin(model_or_config, is_sharded=len(shards) > 1)
+        self._steps: OwnSteps | GivenStep
+        sizes = memory_by_device(memory, devices or [device or torch.get_default_device()])
+        if len(shards) > 1:
+            rows = [rows_of(shard.layers, shard.device, size) for shard, size in zip(shards, sizes, strict=True)]
+            self._steps = ShardedSteps(ShardedRows(shards, rows), parts_of(layers), is_in_place, origin)
+        else:
+            self._steps = OwnSteps(rows_of(layers, device, sizes[0]), parts_of(layers), is_in_place, origin)
         self._bind(layers)
 
     @classmethod
@@ -207,12 +235,24 @@ class UnifiedCache(Cache):
 
     @property
     def pool(self) -> CachePool:
-        """The pool that the rows are in; PlanError before the first forward of a cache that was given no memory."""
-        if self._steps.pool is None:
+        """The pool that the rows are in; PlanError before the first forward of a cache that was given no memory.
+
+        PlanError, too, if there are several.
+        """
+        pools = self.pools
+        if not pools:
             raise PlanError(
                 "the pool is made at the first forward, when the batch is known; give memory= to have it now"
             )
-        return self._steps.pool
+        if len(pools) > 1:
+            raise PlanError(f"{several([pool.device for pool in pools])}, each with a pool of its own; see cache.pools")
+        return pools[0]
+
+    @property
+    def pools(self) -> tuple[CachePool, ...]:
+        """The pools that the rows are in, one for each device, in the order of their first layers; none until made."""
+        steps = self._steps
+        return (steps.pool,) if isinstance(steps, GivenStep) else steps.rows.pools
 
     @property
     def batch_size(self) -> int:
@@ -234,10 +274,13 @@ class UnifiedCache(Cache):
         compiled, so the step of its next token begins with the question. On a CPU, where transformers does not compile
         unasked, the answer is yes: stock attention then gets a mask for one token, with which "sdpa" does not read
         strided keys once for every head. While the past is recorded it is no: what a forward records is not traced. The
-        recording of an assisted `generate()` ends with the question of one that is not. OutOfMemory.
+        recording of an assisted `generate()` ends with the question of one that is not. Over several devices it is
+        always no. OutOfMemory.
         """
         steps = self._steps
-        if self._is_eager or (self._has_index and steps.in_place):  # which reads no index keys of a fixed size
+        if isinstance(steps, ShardedSteps) or self._is_eager:
+            return False
+        if self._has_index and steps.in_place:  # which reads no index keys of a fixed size
             return False
         if isinstance(steps, OwnSteps) and not torch.compiler.is_compiling():
             if steps.is_recording and asks_to_sample():
@@ -526,6 +569,9 @@ def _check_made_for(pool: CachePool, model_or_config: Any) -> None:
                     f"{held_row.computed_dtype}, and this one computes it in {row.dtype}; make a CachePool of this "
                     "model, or leave pool= out"
                 )
+    devices = devices_of(model_or_config)
+    if len(devices) > 1:
+        raise PlanError(f"{several(devices)}, and the cache has a pool on each; leave pool= out")
     _MADE_FOR[pool] = weakref.ref(model_or_config)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,7 +65,8 @@ def declare(model_or_config: Any, *, dtype: torch.dtype | None = None) -> tuple[
     config = _text_config(model_or_config)
     check_remembers(config)
     kinds, lifetimes = _kinds(config)
-    cache = _run(_weightless(model_or_config, dtype), config, kinds, lifetimes)
+    cache = _first_cache(config, kinds, lifetimes)
+    _run(_weightless(model_or_config, dtype), cache, config)
     layers = [_layer(layer) for layer in cache.layers]
     if not any(layer.memories for layer in layers):
         raise PlanError(f"{config.model_type} left nothing in the cache: it keeps what it remembers elsewhere")
@@ -72,6 +74,27 @@ def declare(model_or_config: Any, *, dtype: torch.dtype | None = None) -> tuple[
         if kind == "dummy":
             layers[index] = Layer(shares=_producer(config, index), name=kind)
     return tuple(layers)
+
+
+def fillers(model: Any) -> list[str | None]:
+    """For each layer of the cache, the name within the model's decoder of the module that fills it, or of one in it.
+
+    None for a layer that stores nothing. PlanError as for `declare`, which runs the same forward.
+    """
+    config = _text_config(model)
+    cache = _first_cache(config, *_kinds(config))
+    decoder = _weightless(model, None)
+    names: dict[int, str] = {}
+
+    def note(name: str, *_: Any) -> None:
+        for index, layer in enumerate(cache.layers):
+            if index not in names and _layer(layer).memories:
+                names[index] = name
+
+    for name, module in decoder.named_modules():
+        module.register_forward_hook(partial(note, name))
+    _run(decoder, cache, config)
+    return [names.get(index) for index in range(len(cache.layers))]
 
 
 class _FirstForwards(DynamicCache):
@@ -191,11 +214,8 @@ def _first_argument(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> t
     return hidden_states
 
 
-def _run(decoder: Any, config: PreTrainedConfig, kinds: list[str], lifetimes: list[Lifetime | None]) -> DynamicCache:
-    """The cache after first forwards; its layers carry `kind`, `lifetime`, `latent_width` and `restarted_by`."""
-    argument = cache_argument(decoder.forward)
-    if argument is None:
-        raise PlanError(f"{config.model_type} takes no cache: it keeps what it remembers elsewhere")
+def _first_cache(config: PreTrainedConfig, kinds: list[str], lifetimes: list[Lifetime | None]) -> _FirstForwards:
+    """A cache whose layers carry `kind`, `lifetime` and `latent_width`."""
     cache_class: Any = as_minimax_cache(_FirstForwards) if config.model_type == "minimax" else _FirstForwards
     cache: _FirstForwards = cache_class(config)
     layers: list[Any] = cache.layers
@@ -203,6 +223,15 @@ def _run(decoder: Any, config: PreTrainedConfig, kinds: list[str], lifetimes: li
         # Noted on the layer itself, since looped models append copies of layers.
         layer.kind, layer.lifetime = kind, lifetime
         layer.latent_width = getattr(layer_config, "kv_lora_rank", None)
+    return cache
+
+
+def _run(decoder: Any, cache: _FirstForwards, config: PreTrainedConfig) -> None:
+    """First forwards, which leave in the cache what the layers store; these then carry `restarted_by` too."""
+    argument = cache_argument(decoder.forward)
+    if argument is None:
+        raise PlanError(f"{config.model_type} takes no cache: it keeps what it remembers elsewhere")
+    layers: list[Any] = cache.layers
     # What a layer keeps of the last whole group of tokens shows once there is one.
     num_tokens = max([_NUM_TOKENS, *(layer.compress_rate for layer in layers if hasattr(layer, "overlap_kv"))])
     tokens = torch.zeros((1, num_tokens), dtype=torch.long, device="meta")
@@ -223,7 +252,6 @@ def _run(decoder: Any, config: PreTrainedConfig, kinds: list[str], lifetimes: li
             f"{config.model_type} does not run on the meta device with transformers' DynamicCache, so what it stores "
             f"is unknown; give a sequence of torch_uma.Layer instead ({type(error).__name__}: {error})"
         ) from error
-    return cache
 
 
 def _layer(layer: Any) -> Layer:

@@ -63,7 +63,7 @@ class IndexKeys:
             if store is None or places.fresh:
                 return None
             return _positions(places.arena, places.read_past(store.subpool), store)
-        rows = self._steps.at_rest()
+        rows = self._steps.at_rest().of_layer(self._layer)
         if rows.pool is None or rows.length == 0:
             return None
         store = stores_of(rows.pool)[self._layer].positions

@@ -23,9 +23,13 @@ _MODULE_CALL = torch.nn.Module._call_impl.__code__
 
 
 class Origin:
-    """A model, held weakly, with the dtype that its parameters had, or a config; None for a plan by hand."""
+    """A model, held weakly, with the dtype that its parameters had, or a config; None for a plan by hand.
 
-    def __init__(self, source: Any) -> None:
+    `is_sharded`: its layers run on several devices, so that its first parameter says nothing of where the others are.
+    """
+
+    def __init__(self, source: Any, *, is_sharded: bool = False) -> None:
+        self._is_sharded = is_sharded
         self._model = weakref.ref(source) if isinstance(source, PreTrainedModel) else None
         self._parameter: weakref.ref[torch.nn.Parameter] | None = None
         parameter = self._first()
@@ -52,7 +56,8 @@ class Origin:
                 f"cache or pool of the model as it is now, or move the model back to {self._dtype}"
             )
         device = pool.arena.bytes.device
-        if parameter.device != device and getattr(self._model(), "hf_device_map", None) is None:
+        has_hooks = getattr(self._model(), "hf_device_map", None) is not None
+        if parameter.device != device and not has_hooks and not self._is_sharded:
             raise SequenceError(
                 f"the cache is on {device}, but the model on {parameter.device}; make a cache or pool of the model "
                 f"where it is now, or move the model to {device}"

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from torch_uma.errors import ClosedError, OutOfMemory, SequenceError, TorchUmaError
+from torch_uma.integrations.transformers.places import StepPlaces
 from torch_uma.integrations.transformers.recording import Recording
 from torch_uma.integrations.transformers.stores import stores_of
 from torch_uma.layout import Full
@@ -60,6 +61,15 @@ class CacheRows:
 
     def __len__(self) -> int:
         return len(self.sequences)
+
+    @property
+    def pools(self) -> tuple[CachePool, ...]:
+        """The pool, if there is one."""
+        return () if self.pool is None else (self.pool,)
+
+    def of_layer(self, layer: int) -> CacheRows:
+        """The rows in the pool of a layer, these."""
+        return self
 
     @property
     def length(self) -> int:
@@ -109,29 +119,40 @@ class CacheRows:
             raise
         self._room_tokens = max_tokens
 
+    def has_room(self, max_tokens: int) -> bool:
+        """Whether the rows that there are can be given room for `max_tokens` tokens."""
+        return self._batch is None or self._batch.pool.quote_runs(self._batch, max_tokens).fits
+
     def select(self, rows: Iterable[int]) -> None:
         """Row i becomes what row `rows[i]` was; rows that are taken twice share pages. Nothing changes if it fails."""
+        self.take(self.choose(rows))
+
+    def choose(self, rows: Iterable[int]) -> list[Sequence]:
+        """What the rows are to become, for `take`, or for `let_go` if they are to stay. Nothing changes if it fails."""
         self.check_whole()
         if self.recording is not None:
             self.recording.crop(self.sequences, self.length)
         wanted = [self.sequences[row] for row in rows]
         unused = set(wanted)
-        forks: list[Sequence] = []
         chosen: list[Sequence] = []
         try:
             with self._says_size():
                 for sequence in wanted:
-                    if sequence in unused:
-                        unused.remove(sequence)
-                        chosen.append(sequence)
-                    else:
-                        forks.append(sequence.fork())
-                        chosen.append(forks[-1])
+                    chosen.append(sequence if sequence in unused else sequence.fork())
+                    unused.discard(sequence)
         except TorchUmaError:
-            _free(forks)
+            self.let_go(chosen)
             raise
-        _free(set(self.sequences) - set(wanted))
+        return chosen
+
+    def take(self, chosen: list[Sequence]) -> None:
+        """The rows become what was chosen."""
+        _free(set(self.sequences) - set(chosen))
         self._hold(chosen)
+
+    def let_go(self, chosen: list[Sequence]) -> None:
+        """The rows stay as they are."""
+        _free(set(chosen) - set(self.sequences))
 
     def fork(self) -> CacheRows:
         """Rows with the same content, for another cache. All of them or none."""
@@ -149,6 +170,12 @@ class CacheRows:
         if forks:
             other._hold(forks)
         return other
+
+    def check_crop(self, num_tokens: int) -> None:
+        """Raise what `crop` would."""
+        self.check_whole()
+        for sequence in self.sequences:
+            sequence.check_crop(num_tokens)
 
     def crop(self, num_tokens: int) -> None:
         """Shortens every row, or lets go of the past if it is as long already."""
@@ -182,19 +209,29 @@ class CacheRows:
         self.sequences = []
         self._batch = None
 
-    def abandon(self, step: Step | None) -> None:
-        """`free` for a finalizer; `step` is the one that is open over the rows."""
+    def abandon(self, opened: tuple[StepPlaces, ...]) -> None:
+        """`free` for a finalizer; `opened` is of the step that is open over the rows, empty if none is."""
         sequences, self.sequences, self._batch = self.sequences, [], None
         if self.recording is not None:
             sequences = sequences + self.recording.take()
         if self.pool is not None:
-            self.pool.abandon(sequences, step)
+            self.pool.abandon(sequences, opened[0].step if opened else None)
 
-    def begin(self, num_new_tokens: int, *, as_views: bool) -> Step:
-        """Opens a step over all rows, in one run of pages where that can be had; OutOfMemory says how long they are.
+    def begin(self, num_new_tokens: int, *, in_place: bool, is_fixed: bool) -> tuple[StepPlaces, ...]:
+        """Opens a step over all rows, in one run of pages where that can be had; returns its places, one for each pool.
 
-        `as_views`: windows are to be handed over as views too, for which they take room ahead.
+        `in_place` and `is_fixed` are those of the places. OutOfMemory says how long the rows are.
         """
+        step = self._begin(num_new_tokens, as_views=not in_place)
+        try:
+            whole = in_place or is_fixed
+            return (StepPlaces(step.pool, step, whole=whole, in_place=in_place, is_fixed=is_fixed),)
+        except BaseException:
+            step.abort()
+            raise
+
+    def _begin(self, num_new_tokens: int, *, as_views: bool) -> Step:
+        """`as_views`: windows are to be handed over as views too, for which they take room ahead."""
         assert self.pool is not None and self._batch is not None
         if self.pool.closed:
             raise _closed_error()
