@@ -20,6 +20,7 @@ from transformers import (
     AutoModelForImageTextToText,
     DynamicCache,
     PreTrainedConfig,
+    PreTrainedModel,
 )
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -41,7 +42,7 @@ _ATTENTION_KINDS: dict[str, Callable[..., Lifetime]] = {
 }
 _OTHER_KINDS = ("linear_attention", "conv", "dummy")
 _CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
-_NUM_TOKENS = 3
+_NUM_ROWS, _NUM_TOKENS = 2, 3
 
 
 def declare(model_or_config: Any, *, dtype: torch.dtype | None = None) -> tuple[Layer, ...]:
@@ -51,15 +52,21 @@ def declare(model_or_config: Any, *, dtype: torch.dtype | None = None) -> tuple[
     Rows of a token are `k` and `v` [kv_heads, head_dim], `latent` and `rope_key` [1, width], `index_key` [width]; those
     of a sequence are `conv` [channels, kernel] and `recurrent` [...], then `conv_1`, `recurrent_1`, ...
     Raises PlanError for a config without layers, for kinds of layers that are not known, and for models that keep what
-    they remember outside the cache. Nothing is allocated, and the model is neither run nor changed.
+    they remember outside the cache. Nothing is allocated, and the model is not changed; it is run, with three tokens,
+    only if its code looks at numbers, which a copy without weights does not have.
     """
     config = _text_config(model_or_config)
     kinds, lifetimes = _kinds(config)
-    cache = _run(_weightless(model_or_config, dtype), config, kinds, lifetimes)
+    cache = _first_forward(model_or_config, dtype, config, kinds, lifetimes)
     layers = [_layer(layer) for layer in cache.layers]
     if not any(layer.memories for layer in layers):
         raise PlanError(f"{config.model_type} left nothing in the cache: it keeps what it remembers elsewhere")
     for index, kind in enumerate(kinds):
+        if lifetimes[index] is not None and not layers[index].memories:
+            raise PlanError(
+                f"layer {index} of {config.model_type}, of the kind {kind}, stores nothing for text alone: it attends "
+                "to something else, such as images, which UnifiedCache does not keep"
+            )
         if kind == "dummy":
             layers[index] = Layer(shares=_producer(config, index), name=kind)
     return tuple(layers)
@@ -73,6 +80,12 @@ class _FirstForward(DynamicCache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return query_length, 0
+
+    def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Keys and values that lie token by token, as in an arena: a model that cannot take them shows it now."""
+        stored = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        keys, values = (tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in stored)
+        return keys, values
 
 
 def _text_config(model_or_config: Any) -> PreTrainedConfig:
@@ -115,9 +128,9 @@ def _weightless(model_or_config: Any, dtype: torch.dtype | None) -> Any:
             text_config = model_or_config.get_text_config(decoder=True)
             options["dtype"] = dtype or text_config.dtype or model_or_config.dtype
             auto, config = _auto_class(model_or_config, text_config)
-            decoder = auto.from_config(copy.deepcopy(config), **options).get_decoder()
+            decoder = _decoder_of(auto.from_config(copy.deepcopy(config), **options))
         else:
-            original = model_or_config.get_decoder()
+            original = _decoder_of(model_or_config)
             options["dtype"] = dtype or original.dtype
             decoder = type(original)._from_config(copy.deepcopy(original.config), **options)
             if dtype is None:
@@ -126,7 +139,16 @@ def _weightless(model_or_config: Any, dtype: torch.dtype | None) -> Any:
         # Routing depends on values, which meta tensors lack; what experts return has the shape of what they are given.
         if type(module).__name__.endswith("Experts"):
             module.forward = _first_argument
+        if isinstance(module, PreTrainedModel):
+            # It looks for padding among the tokens.
+            module.warn_if_padding_and_no_attention_mask = _first_argument  # type: ignore[assignment,method-assign]
     return decoder.eval()
+
+
+def _decoder_of(model: Any) -> Any:
+    """The text decoder of a model; some call their head so."""
+    decoder = model.get_decoder()
+    return decoder if isinstance(decoder, PreTrainedModel) else model.base_model
 
 
 def _auto_class(config: PreTrainedConfig, text_config: PreTrainedConfig) -> tuple[Any, PreTrainedConfig]:
@@ -154,6 +176,37 @@ def _first_argument(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> t
     return hidden_states
 
 
+def _first_forward(
+    model_or_config: Any,
+    dtype: torch.dtype | None,
+    config: PreTrainedConfig,
+    kinds: list[str],
+    lifetimes: list[Lifetime | None],
+) -> DynamicCache:
+    """The cache after a first forward on the meta device; if that fails and there is a model, after one of its own."""
+    try:
+        return _run(_weightless(model_or_config, dtype), config, kinds, lifetimes)
+    except _NotRun as error:
+        failed = error
+    where, instead = "on the meta device", "the model instead of its config, or "
+    if not isinstance(model_or_config, PreTrainedConfig) and dtype is None:
+        where, instead = "on the meta device, or itself,", ""
+        try:
+            with torch.random.fork_rng():
+                return _run(_decoder_of(model_or_config), config, kinds, lifetimes)
+        except _NotRun as error:
+            failed = error
+    why = failed.__cause__
+    raise PlanError(
+        f"{config.model_type} does not run {where} with transformers' DynamicCache, so what it stores is unknown; "
+        f"give {instead}a sequence of torch_uma.Layer ({type(why).__name__}: {why})"
+    ) from why
+
+
+class _NotRun(Exception):
+    """A forward failed, for the cause that it has."""
+
+
 def _run(decoder: Any, config: PreTrainedConfig, kinds: list[str], lifetimes: list[Lifetime | None]) -> DynamicCache:
     """The cache after a first forward; its layers carry `kind`, `lifetime` and `latent_width`."""
     parameters = inspect.signature(decoder.forward).parameters
@@ -166,17 +219,14 @@ def _run(decoder: Any, config: PreTrainedConfig, kinds: list[str], lifetimes: li
         # Noted on the layer itself, since looped models append copies of layers.
         layer.kind, layer.lifetime = kind, lifetime
         layer.latent_width = getattr(layer_config, "kv_lora_rank", None)
-    tokens = torch.zeros((1, _NUM_TOKENS), dtype=torch.long, device="meta")
+    tokens = torch.zeros((_NUM_ROWS, _NUM_TOKENS), dtype=torch.long, device=decoder.device)
     # Where a shape depends on values, take them as nonzero.
     assume = fx_config.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]
     try:
         with torch.no_grad(), assume:
             decoder(input_ids=tokens, use_cache=True, **{argument: cache})
     except Exception as error:
-        raise PlanError(
-            f"{config.model_type} does not run on the meta device with transformers' DynamicCache, so what it stores "
-            f"is unknown; give a sequence of torch_uma.Layer instead ({type(error).__name__}: {error})"
-        ) from error
+        raise _NotRun from error
     return cache
 
 
