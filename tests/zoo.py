@@ -206,6 +206,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 4, "head_dim": 24, "n_groups": 1, "state_size": 8},
     "megatron-bert": _DECODER,
     "mimo_v2_flash": {"v_head_dim": 12},
+    "minimax+full_first": {"layer_types": ["full_attention", "linear_attention"] * 2},
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention", "minimax_m3_sparse"] * 2,
+        "index_block_size": 4,
+        "index_topk_blocks": 2,
+    },
+    "mistral+full": {"sliding_window": None},
     "mistral4": {"head_dim": 20},
     "mllama_text_model": _TOKENS,
     "modernbert-decoder": {**_TOKENS, "local_attention": WINDOW},
@@ -219,6 +226,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "moe_shared_expert_intermediate_size": 24,
     },
     "olmo_hybrid": DELTA_NET,
+    "phi3+window": {"sliding_window": WINDOW},
+    "qwen2+window": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2},
     "qwen3_5_moe_text": DELTA_NET,
     "qwen3_5_text": DELTA_NET,
     "qwen3_next": DELTA_NET,
@@ -260,6 +269,12 @@ MODELS: dict[str, dict[str, Any]] = {
         "adapter_rank": 4,
     },
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
+    "zaya+window": {
+        "num_experts_per_tok": 1,
+        "router_hidden_size": 16,
+        "layer_types": ["hybrid", "hybrid_sliding"] * 2,
+        "sliding_window": WINDOW,
+    },
     # positions of three axes
     "cosmos3_edge_text": _mrope(4, 2, 2),
     "glm4v_moe_text": _mrope(2, 1, 1, partial_rotary_factor=0.5),
@@ -283,6 +298,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "emu3_vqgan": {"base_channels": 32, "channel_multiplier": [1, 1, 1, 1], "num_res_blocks": 1},
     "emu3": {"pad_token_id": PAD, "vocab_size": VOCABULARY, "vocabulary_map": {"<image>": VOCABULARY - 1}},
     "granite4_vision": {"deepstack_layer_map": [[0, 0]], "spatial_target_layers": [1], "downsample_rate": "1/2"},
+    "mimi": {"upsample_groups": 16},
     "molmo2_adapter": {"vision_feature_layer": [0]},
     "muse_spark_audio": {"num_hidden_layers": 1, "patch_sizes": [4], "hidden_sizes": [16], "depths": [1]},
     "qwen2_5_omni_thinker": {"vision_start_token_id": VOCABULARY},
@@ -366,7 +382,9 @@ def build(name: str, *, attention: str = "eager") -> PreTrainedModel:
     is_text = config.get_text_config(decoder=True) is config
     known = [getattr(modeling_auto, f"MODEL_FOR_{mapping}_MAPPING") for mapping in _MAPPINGS]
     # A wrapper can be registered there with a model of its text config.
-    classes = next(mapping for mapping in (known if is_text else known[::-1]) if type(config) in mapping)
+    classes = next((mapping for mapping in (known if is_text else known[::-1]) if type(config) in mapping), None)
+    if classes is None:
+        raise LookupError(f"{type(config).__name__!r} has no model that generates")
     with torch.random.fork_rng():
         torch.manual_seed(sum(name.encode()))
         model: PreTrainedModel = classes[type(config)]._from_config(config, attn_implementation=attention)

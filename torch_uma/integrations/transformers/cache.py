@@ -292,15 +292,16 @@ class UnifiedCache(Cache):
             is_compiled = asks_to_compile()
             if is_compiled is not None:
                 steps.is_compiled = is_compiled and self._may_be_fixed
-        if steps.in_place:
-            return True
         # Masks for such a cache take windows beside states for full attention.
-        if any(isinstance(layer, HybridLayer) and layer.is_sliding for layer in self.layers):
+        if not steps.in_place and any(isinstance(layer, HybridLayer) and layer.is_sliding for layer in self.layers):
             return False
         if steps.reads_fixed:
             return True
         # Masks that are made before the forward are no use to models that look at the padding themselves.
-        return steps.pool is not None and steps.pool.device.type == "cpu" and not makes_masks()
+        masked = makes_masks()
+        if steps.in_place:
+            return masked is None or getattr(masked, "_can_compile_fullgraph", True)
+        return masked is None and steps.pool is not None and steps.pool.device.type == "cpu"
 
     @property
     def is_linear(self) -> list[bool]:

@@ -8,7 +8,8 @@ the only file that knows the names in transformers' configs.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from transformers import (
     AutoModelForImageTextToText,
     DynamicCache,
     PreTrainedConfig,
+    PreTrainedModel,
 )
 from transformers.cache_utils import CacheLayerMixin
 from transformers.models.auto.modeling_auto import (
@@ -49,7 +51,10 @@ _ATTENTION_KINDS: dict[str, Callable[..., Lifetime]] = {
     "heavily_compressed_attention": Window,
 }
 _OTHER_KINDS = ("linear_attention", "conv", "dummy")
-_NUM_TOKENS = 3
+_NUM_ROWS, _NUM_TOKENS = 2, 3
+
+Watch = Callable[[Any, DynamicCache], AbstractContextManager[None]]
+"""What is to be around the first forwards of a decoder over a cache."""
 
 
 def declare(model_or_config: Any, *, dtype: torch.dtype | None = None) -> tuple[Layer, ...]:
@@ -60,17 +65,22 @@ def declare(model_or_config: Any, *, dtype: torch.dtype | None = None) -> tuple[
     [1, width] where it scores blocks of tokens, and `index_position` [axes]; those of a sequence are `conv` [channels,
     kernel] and `recurrent` [...], then `conv_1`, `recurrent_1`, ..., or `lightning` [heads, head_dim, head_dim].
     Raises PlanError for a config without layers, for kinds of layers that are not known, and for models that keep what
-    they remember outside the cache. Nothing is allocated, and the model is neither run nor changed.
+    they remember outside the cache. Nothing is allocated, and the model is not changed; it is run, with three tokens,
+    only if its code looks at numbers, which a copy without weights does not have.
     """
     config = _text_config(model_or_config)
     check_remembers(config)
     kinds, lifetimes = _kinds(config)
-    cache = _first_cache(config, kinds, lifetimes)
-    _run(_weightless(model_or_config, dtype), cache, config)
+    cache = _first_forward(model_or_config, dtype, config)
     layers = [_layer(layer) for layer in cache.layers]
     if not any(layer.memories for layer in layers):
         raise PlanError(f"{config.model_type} left nothing in the cache: it keeps what it remembers elsewhere")
     for index, kind in enumerate(kinds):
+        if lifetimes[index] is not None and not layers[index].memories:
+            raise PlanError(
+                f"layer {index} of {config.model_type}, of the kind {kind}, stores nothing for text alone: it attends "
+                "to something else, such as images, which UnifiedCache does not keep"
+            )
         if kind == "dummy":
             layers[index] = Layer(shares=_producer(config, index), name=kind)
     return tuple(layers)
@@ -81,19 +91,23 @@ def fillers(model: Any) -> list[str | None]:
 
     None for a layer that stores nothing. PlanError as for `declare`, which runs the same forward.
     """
-    config = _text_config(model)
-    cache = _first_cache(config, *_kinds(config))
-    decoder = _weightless(model, None)
     names: dict[int, str] = {}
 
-    def note(name: str, *_: Any) -> None:
-        for index, layer in enumerate(cache.layers):
-            if index not in names and _layer(layer).memories:
-                names[index] = name
+    @contextmanager
+    def watch(decoder: Any, cache: DynamicCache) -> Iterator[None]:
+        def note(name: str, *_: Any) -> None:
+            for index, layer in enumerate(cache.layers):
+                if index not in names and _layer(layer).memories:
+                    names[index] = name
 
-    for name, module in decoder.named_modules():
-        module.register_forward_hook(partial(note, name))
-    _run(decoder, cache, config)
+        hooks = [module.register_forward_hook(partial(note, name)) for name, module in decoder.named_modules()]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    cache = _first_forward(model, None, _text_config(model), watch)
     return [names.get(index) for index in range(len(cache.layers))]
 
 
@@ -114,15 +128,13 @@ class _FirstForwards(DynamicCache):
             return sizes
         return self.num_tokens + query_length, 0
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Keys and values that lie token by token, as in an arena: a model that cannot take them shows it now."""
         layer: Any = self.layers[layer_idx]
         layer.is_single = key_states is value_states
-        updated: tuple[torch.Tensor, torch.Tensor] = super().update(
-            key_states, value_states, layer_idx, *args, **kwargs
-        )
-        return updated
+        stored = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        keys, values = (tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in stored)
+        return keys, values
 
     def get_linear_cache(self, layer_idx: int) -> torch.Tensor | None:
         return None
@@ -175,9 +187,9 @@ def _weightless(model_or_config: Any, dtype: torch.dtype | None) -> Any:
             text_config = model_or_config.get_text_config(decoder=True)
             options["dtype"] = dtype or text_config.dtype or model_or_config.dtype
             auto, config = _auto_class(model_or_config, text_config)
-            decoder = auto.from_config(copy.deepcopy(config), **options).get_decoder()
+            decoder = _decoder_of(auto.from_config(copy.deepcopy(config), **options))
         else:
-            original = model_or_config.get_decoder()
+            original = _decoder_of(model_or_config)
             options["dtype"] = dtype or original.dtype
             decoder = type(original)._from_config(copy.deepcopy(original.config), **options)
             if dtype is None:
@@ -186,7 +198,16 @@ def _weightless(model_or_config: Any, dtype: torch.dtype | None) -> Any:
         # Routing depends on values, which meta tensors lack; what experts return has the shape of what they are given.
         if type(module).__name__.endswith("Experts"):
             module.forward = _first_argument
+        if isinstance(module, PreTrainedModel):
+            # It looks for padding among the tokens.
+            module.warn_if_padding_and_no_attention_mask = _first_argument  # type: ignore[assignment,method-assign]
     return decoder.eval()
+
+
+def _decoder_of(model: Any) -> Any:
+    """The text decoder of a model; some call their head so."""
+    decoder = model.get_decoder()
+    return decoder if isinstance(decoder, PreTrainedModel) else model.base_model
 
 
 def _auto_class(config: PreTrainedConfig, text_config: PreTrainedConfig) -> tuple[Any, PreTrainedConfig]:
@@ -214,27 +235,48 @@ def _first_argument(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> t
     return hidden_states
 
 
-def _first_cache(config: PreTrainedConfig, kinds: list[str], lifetimes: list[Lifetime | None]) -> _FirstForwards:
-    """A cache whose layers carry `kind`, `lifetime` and `latent_width`."""
-    cache_class: Any = as_minimax_cache(_FirstForwards) if config.model_type == "minimax" else _FirstForwards
-    cache: _FirstForwards = cache_class(config)
-    layers: list[Any] = cache.layers
-    for layer, kind, lifetime, layer_config in zip(layers, kinds, lifetimes, layer_configs(config)):
-        # Noted on the layer itself, since looped models append copies of layers.
-        layer.kind, layer.lifetime = kind, lifetime
-        layer.latent_width = getattr(layer_config, "kv_lora_rank", None)
-    return cache
+def _first_forward(
+    model_or_config: Any, dtype: torch.dtype | None, config: PreTrainedConfig, watch: Watch | None = None
+) -> _FirstForwards:
+    """The cache after first forwards on the meta device; if these fail and there is a model, after some of its own."""
+    try:
+        return _run(_weightless(model_or_config, dtype), config, watch)
+    except _NotRun as error:
+        failed = error
+    where, instead = "on the meta device", "the model instead of its config, or "
+    if not isinstance(model_or_config, PreTrainedConfig) and dtype is None:
+        where, instead = "on the meta device, or itself,", ""
+        try:
+            with torch.random.fork_rng():
+                return _run(_decoder_of(model_or_config), config, watch)
+        except _NotRun as error:
+            failed = error
+    why = failed.__cause__
+    raise PlanError(
+        f"{config.model_type} does not run {where} with transformers' DynamicCache, so what it stores is unknown; "
+        f"give {instead}a sequence of torch_uma.Layer ({type(why).__name__}: {why})"
+    ) from why
 
 
-def _run(decoder: Any, cache: _FirstForwards, config: PreTrainedConfig) -> None:
-    """First forwards, which leave in the cache what the layers store; these then carry `restarted_by` too."""
+class _NotRun(Exception):
+    """A forward failed, for the cause that it has."""
+
+
+def _run(decoder: Any, config: PreTrainedConfig, watch: Watch | None) -> _FirstForwards:
+    """The cache after first forwards; its layers carry `kind`, `lifetime`, `latent_width` and `restarted_by`."""
     argument = cache_argument(decoder.forward)
     if argument is None:
         raise PlanError(f"{config.model_type} takes no cache: it keeps what it remembers elsewhere")
+    cache_class: Any = as_minimax_cache(_FirstForwards) if config.model_type == "minimax" else _FirstForwards
+    cache: _FirstForwards = cache_class(config)
     layers: list[Any] = cache.layers
+    for layer, kind, lifetime, layer_config in zip(layers, *_kinds(config), layer_configs(config)):
+        # Noted on the layer itself, since looped models append copies of layers.
+        layer.kind, layer.lifetime = kind, lifetime
+        layer.latent_width = getattr(layer_config, "kv_lora_rank", None)
     # What a layer keeps of the last whole group of tokens shows once there is one.
     num_tokens = max([_NUM_TOKENS, *(layer.compress_rate for layer in layers if hasattr(layer, "overlap_kv"))])
-    tokens = torch.zeros((1, num_tokens), dtype=torch.long, device="meta")
+    tokens = torch.zeros((_NUM_ROWS, num_tokens), dtype=torch.long, device=decoder.device)
     # Where a shape depends on values, take them as nonzero.
     assume = fx_config.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]
 
@@ -243,15 +285,13 @@ def _run(decoder: Any, cache: _FirstForwards, config: PreTrainedConfig) -> None:
         cache.num_tokens += num_tokens
 
     try:
-        with torch.no_grad(), assume:
+        with torch.no_grad(), assume, nullcontext() if watch is None else watch(decoder, cache):
             forward()
             for layer in restarting(layers, forward):
                 layer.restarted_by = config.model_type
     except Exception as error:
-        raise PlanError(
-            f"{config.model_type} does not run on the meta device with transformers' DynamicCache, so what it stores "
-            f"is unknown; give a sequence of torch_uma.Layer instead ({type(error).__name__}: {error})"
-        ) from error
+        raise _NotRun from error
+    return cache
 
 
 def _layer(layer: Any) -> Layer:

@@ -113,7 +113,12 @@ class Reading(NamedTuple):
         """[rows, new, heads, value dim], with keys and values of these shapes at `offsets_bytes` of an entry."""
         places, subpool = self.places, self.store.subpool
         lifetime = subpool.lifetime
-        if query.shape[2] != places.num_new_tokens:
+        num_left_out = places.num_new_tokens - query.shape[2]
+        if num_left_out > 0 and self.store.is_shared:
+            # Where only the last logits are asked for, layers that share keys attend with the last tokens alone.
+            whole = torch.nn.functional.pad(query, (0, 0, num_left_out, 0))
+            return self._attend(whole, key, value, offsets_bytes, scores)[:, num_left_out:]
+        if num_left_out:
             raise SequenceError(
                 f"this model attends with {query.shape[2]} queries for {places.num_new_tokens} new tokens, which the "
                 "arena's plan does not know; use attn_implementation='sdpa' or 'eager'"
@@ -189,7 +194,7 @@ class Reading(NamedTuple):
                 f"a mask of {columns.dtype} and {tuple(columns.shape)} for rows of {end} tokens; masks of four "
                 "dimensions are bool or added to the scores, and have a column for each key"
             )
-        if 1 != columns.shape[-1] < num_keys:
+        if columns.shape[-1] < num_keys:
             raise SequenceError(
                 f"a mask of {columns.shape[-1]} columns for {num_keys} keys: this model makes it of the keys it has, "
                 "which are the new ones alone; use attn_implementation='sdpa' or 'eager'"

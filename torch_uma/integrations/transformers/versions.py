@@ -58,9 +58,13 @@ def layer_configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
     return [config] * config.num_hidden_layers if configs is None else list(configs)
 
 
-def makes_masks() -> bool:
-    """Whether what has called this was called for the inputs of a forward, whose masks are then made beforehand."""
-    return sys._getframe(2).f_code is inspect.unwrap(GenerationMixin.prepare_inputs_for_generation).__code__
+def makes_masks() -> GenerationMixin | None:
+    """The model for whose forward masks are going to be made beforehand, if what has called this was asked for that."""
+    frame: FrameType = sys._getframe(2)
+    if frame.f_code is not inspect.unwrap(GenerationMixin.prepare_inputs_for_generation).__code__:
+        return None
+    model: GenerationMixin = frame.f_locals["self"]
+    return model
 
 
 def asks_to_compile() -> bool | None:
