@@ -28,8 +28,9 @@ import torch_uma
 import torch_uma.integrations.transformers  # noqa: F401 (registers its attention)
 from torch_uma import CachePool, UnifiedCache
 from torch_uma.integrations.transformers.declare import declare
-from torch_uma.integrations.transformers.layers import IndexedLayer, make_layers
+from torch_uma.integrations.transformers.layers import make_layers
 from torch_uma.integrations.transformers.reading import Reading
+from torch_uma.integrations.transformers.tokens import IndexedLayer
 from torch_uma.layout import Full, Layer, Lifetime, Memory, Row, State, Window
 
 torch.set_num_threads(1)

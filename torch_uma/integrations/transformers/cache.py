@@ -6,57 +6,44 @@ Owns the batch rows as a whole: making, forking, selecting and freeing them. Wha
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 
 from torch_uma.counts import whole
 from torch_uma.errors import PlanError, SequenceError
 from torch_uma.integrations.transformers.attention import NAME, is_used
-from torch_uma.integrations.transformers.devices import Shard, devices_of, memory_by_device, several, shards_of
+from torch_uma.integrations.transformers.declare import declare
+from torch_uma.integrations.transformers.devices import Shard, memory_by_device, several, shards_of
 from torch_uma.integrations.transformers.given import GivenStep
-from torch_uma.integrations.transformers.layers import (
-    AttentionLayer,
-    HybridLayer,
-    IndexedLayer,
-    ReferenceLayer,
-    StateLayer,
-    make_layers,
-    parts_of,
-)
+from torch_uma.integrations.transformers.layers import HybridLayer, make_layers, parts_of
+from torch_uma.integrations.transformers.made_for import check_made_for, config_of, origin_of
+from torch_uma.integrations.transformers.making import Making
 from torch_uma.integrations.transformers.origin import Origin, text_config_of
 from torch_uma.integrations.transformers.own import Lightning, as_minimax_cache, with_lightning
 from torch_uma.integrations.transformers.places import StepPlaces
-from torch_uma.integrations.transformers.rows import CacheRows
 from torch_uma.integrations.transformers.shards import ShardedRows, ShardedSteps
-from torch_uma.integrations.transformers.sizing import plan_for
+from torch_uma.integrations.transformers.states import StateLayer
 from torch_uma.integrations.transformers.steps import OwnSteps
 from torch_uma.integrations.transformers.stores import parts_of_memory
 from torch_uma.integrations.transformers.taking import TakingPlaces, TakingSteps
+from torch_uma.integrations.transformers.tokens import AttentionLayer, IndexedLayer, ReferenceLayer
 from torch_uma.integrations.transformers.versions import (
     asks_to_compile,
     asks_to_sample,
     makes_masks,
     text_of_prefill,
 )
-from torch_uma.layout import Chunk, Layer, Row, State, Window
+from torch_uma.layout import Chunk, Layer, State, Window
 from torch_uma.precision import kept_as
 
 if TYPE_CHECKING:
     from torch_uma.multistep import MultiStep
     from torch_uma.pool import CachePool
     from torch_uma.step import Step
-
-_log = logging.getLogger(__name__)
-
-_PAGE_ENTRIES = 16
-_SIZED_PAGE_ENTRIES = 8  # a window ends within a page, and begins within one: in small arenas that counts
 
 
 class UnifiedCache(Cache):
@@ -92,9 +79,6 @@ class UnifiedCache(Cache):
         kv_dtype: torch.dtype | str | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        from torch_uma.integrations.transformers.declare import declare
-        from torch_uma.pool import CachePool
-
         if max_tokens is not None:
             max_tokens = whole(max_tokens, "max_tokens of a cache", least=1, error=PlanError)
         if max_sequences is not None:
@@ -109,7 +93,7 @@ class UnifiedCache(Cache):
                 if value is not None:
                     raise PlanError(f"pool= has its {name} already; give either pool= or {name}=")
             pool.guard.check_usable()
-            _check_made_for(pool, model_or_config)
+            check_made_for(pool, model_or_config)
             layers = pool.plan.layers
         devices = [shard.device for shard in shards]
         if len(devices) > 1 and device is not None:
@@ -121,53 +105,27 @@ class UnifiedCache(Cache):
         def is_in_place() -> bool:
             return not has_attention or is_used(config)
 
-        def make_pool(
-            layers: tuple[Layer, ...],
-            device: torch.device | str | None,
-            memory: int | float | str | None,
-            num_rows: int,
-            tensor_device: torch.device,
-            max_tokens: int | None,
-            is_roomy: bool,
-            past_tokens: int,
-        ) -> CachePool:
-            on = tensor_device if device is None else torch.device(device)
-            options: dict[str, Any] = {"max_sequences": max_sequences or max(256, 4 * num_rows), "device": on}
-            if memory is None and max_tokens is not None:
-                made_roomy = is_roomy or not is_in_place()  # the same room as that in which windows slide
-                entries = _SIZED_PAGE_ENTRIES if page_size is None else page_size
-                sized = plan_for(layers, num_rows, max_tokens, made_roomy, entries, on, past_tokens)
-                made = CachePool(sized, **options)
-            else:
-                entries = _PAGE_ENTRIES if page_size is None else page_size
-                made = CachePool(layers, memory=memory, page_size=entries, **options)
-            _log.info("took %d bytes on %s for a cache of %d rows", made.plan.arena_bytes, on, num_rows)
-            return made
-
-        def rows_of(layers: tuple[Layer, ...], device: torch.device | str | None, memory: Any) -> CacheRows:
-            make, made = partial(make_pool, layers, device, memory), pool
-            if made is None and memory is not None:
-                made = make(1, torch.get_default_device(), max_tokens, False, 0)
-            return CacheRows(make, pool=made, max_tokens=max_tokens)
-
+        making = Making(
+            max_tokens=max_tokens, page_size=page_size, max_sequences=max_sequences, is_in_place=is_in_place
+        )
         origin = Origin(model_or_config, is_sharded=len(shards) > 1)
         self._steps: OwnSteps | GivenStep
         sizes = memory_by_device(memory, devices or [device or torch.get_default_device()])
         if len(shards) > 1:
-            rows = [rows_of(shard.layers, shard.device, size) for shard, size in zip(shards, sizes, strict=True)]
+            rows = [making.rows(shard.layers, shard.device, size) for shard, size in zip(shards, sizes, strict=True)]
             self._steps = ShardedSteps(ShardedRows(shards, rows), parts_of(layers), is_in_place, origin)
         else:
-            self._steps = OwnSteps(rows_of(layers, device, sizes[0]), parts_of(layers), is_in_place, origin)
+            self._steps = OwnSteps(making.rows(layers, device, sizes[0], pool), parts_of(layers), is_in_place, origin)
         self._bind(layers)
 
     @classmethod
     def _of_step(cls, step: Step) -> UnifiedCache:
         """The cache of a step that is opened and closed by `pool.step`."""
-        origin = _origin_of(step.pool)
+        origin = origin_of(step.pool)
         origin.check(step.pool)
         cache = cls.__new__(cls)
         # States are views: nothing is fetched.
-        in_place = not _stores_tokens(step.pool.plan.layers) or is_used(_config_of(step.pool))
+        in_place = not _stores_tokens(step.pool.plan.layers) or is_used(config_of(step.pool))
         places = StepPlaces(step.pool, step, whole=True, in_place=in_place)
         cache._steps = GivenStep(places, step.pool, origin)
         cache._bind(step.pool.plan.layers)
@@ -176,7 +134,7 @@ class UnifiedCache(Cache):
     @classmethod
     def _of_multi_step(cls, multi: MultiStep) -> UnifiedCache:
         """The cache of a multi-step; SequenceError for a model that has states or does not attend in the arena."""
-        config = _config_of(multi.pool)
+        config = config_of(multi.pool)
         if _has_index(multi.pool.plan.layers):
             raise SequenceError(
                 "a model that chooses its keys by index keys asks how many there are, which nobody knows on the host "
@@ -196,7 +154,7 @@ class UnifiedCache(Cache):
     def _check_packed(pool: CachePool, counts: list[int]) -> None:
         """SequenceError if the model cannot tell apart sequences with so many new tokens, packed into one batch row."""
         state = next((subpool.name for subpool in pool.plan.subpools if subpool.is_state), None)
-        config = _config_of(pool)
+        config = config_of(pool)
         has_index = _has_index(pool.plan.layers)
         if state is None and not has_index and is_used(config):
             return
@@ -523,19 +481,6 @@ class UnifiedCache(Cache):
         return layer
 
 
-_MADE_FOR: weakref.WeakKeyDictionary[CachePool, weakref.ref[Any]] = weakref.WeakKeyDictionary()
-"""The model or config last seen to store what a pool was made for, as it takes a forward to see."""
-
-
-_ORIGINS: weakref.WeakKeyDictionary[CachePool, Origin] = weakref.WeakKeyDictionary()
-"""What the pools that steps were opened over were made of."""
-
-
-def _config_of(pool: CachePool) -> PreTrainedConfig | None:
-    """The text config of the model that a pool was made of, None if it was made of a plan or the model is gone."""
-    return text_config_of(None if pool.made_for is None else pool.made_for())
-
-
 def _stores_tokens(layers: Sequence[Layer]) -> bool:
     """Whether any layer stores something for attention."""
     return any(not isinstance(memory.lifetime, State) for layer in layers for memory in layer.memories)
@@ -544,51 +489,3 @@ def _stores_tokens(layers: Sequence[Layer]) -> bool:
 def _has_index(layers: Sequence[Layer]) -> bool:
     """Whether any layer chooses keys by index keys."""
     return any("index" in parts_of_memory(memory) for layer in layers for memory in layer.memories)
-
-
-def _check_made_for(pool: CachePool, model_or_config: Any) -> None:
-    from torch_uma.integrations.transformers.declare import declare
-
-    if pool in _MADE_FOR and _MADE_FOR[pool]() is model_or_config:
-        return
-    declared = declare(model_or_config)
-    stored = [_shapes(layer) for layer in declared]
-    held = [_shapes(layer) for layer in pool.plan.layers]
-    if stored != held:
-        index = next((i for i, (a, b) in enumerate(zip(stored, held, strict=False)) if a != b), None)
-        difference = f"{len(stored)} layers" if index is None else f"in layer {index} {stored[index]}"
-        instead = f"{len(held)}" if index is None else f"{held[index]}"
-        raise PlanError(
-            f"the pool was made for another model: this one stores {difference}, the pool {instead}; "
-            "make a CachePool of this model, or leave pool= out"
-        )
-    for index, (rows, held_rows) in enumerate(zip(map(_rows, declared), map(_rows, pool.plan.layers), strict=True)):
-        for row, held_row in zip(rows, held_rows, strict=True):
-            if held_row.computed_dtype not in (None, row.dtype):
-                raise PlanError(
-                    f"the pool was made for a model that computes {held_row.name!r} of layer {index} in "
-                    f"{held_row.computed_dtype}, and this one computes it in {row.dtype}; make a CachePool of this "
-                    "model, or leave pool= out"
-                )
-    devices = devices_of(model_or_config)
-    if len(devices) > 1:
-        raise PlanError(f"{several(devices)}, and the cache has a pool on each; leave pool= out")
-    _MADE_FOR[pool] = weakref.ref(model_or_config)
-
-
-def _origin_of(pool: CachePool) -> Origin:
-    """What the pool was made of, as it was at the first step."""
-    if pool not in _ORIGINS:
-        _ORIGINS[pool] = Origin(None if pool.made_for is None else pool.made_for())
-    return _ORIGINS[pool]
-
-
-def _rows(layer: Layer) -> list[Row]:
-    return [row for memory in layer.memories for row in memory.rows]
-
-
-def _shapes(layer: Layer) -> list[Any]:
-    """What a layer stores, whatever it is called and in whatever dtype it is kept."""
-    return [
-        (memory.lifetime, memory.tokens_per_entry, *(row.shape for row in memory.rows)) for memory in layer.memories
-    ]

@@ -17,7 +17,7 @@ from torch_uma.errors import PlanError
 from torch_uma.layout import Layer
 
 if TYPE_CHECKING:
-    from torch_uma.integrations.transformers.layers import StateLayer
+    from torch_uma.integrations.transformers.states import StateLayer
 
 _REFUSED = {
     "recurrent_gemma": "it keeps its RG-LRU and convolution states in its modules, where forks, beams and conversations"
