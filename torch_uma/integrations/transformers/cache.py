@@ -256,7 +256,7 @@ class UnifiedCache(Cache):
         if steps.reads_fixed:
             return True
         # Masks that are made before the forward are no use to models that look at the padding themselves.
-        masked = makes_masks()
+        masked = None if torch.compiler.is_compiling() else makes_masks()
         if steps.in_place:
             return masked is None or getattr(masked, "_can_compile_fullgraph", True)
         return masked is None and steps.pool is not None and steps.pool.device.type == "cpu"
