@@ -193,8 +193,8 @@ class UnifiedCache(Cache):
 
         `generate()` asks this before every forward. A model without attention says nothing else of one that is
         compiled, so the step of its next token begins with the question. On a CPU, where transformers does not compile
-        unasked, the answer is always yes: stock attention then gets a mask for one token, with which "sdpa" does not
-        read strided keys once for every head. OutOfMemory.
+        unasked, the answer is always yes to masks: stock attention then gets one for one token, with which "sdpa" does
+        not read strided keys once for every head. OutOfMemory.
         """
         steps = self._steps
         if isinstance(steps, OwnSteps) and not torch.compiler.is_compiling():
@@ -206,7 +206,7 @@ class UnifiedCache(Cache):
         if steps.reads_fixed:
             return True
         # Masks that are made before the forward are no use to models that look at the padding themselves.
-        masked = makes_masks()
+        masked = None if torch.compiler.is_compiling() else makes_masks()
         if steps.in_place:
             return masked is None or getattr(masked, "_can_compile_fullgraph", True)
         return masked is None and steps.pool is not None and steps.pool.device.type == "cpu"
