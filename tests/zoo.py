@@ -256,7 +256,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "step3p5": {"sliding_window": WINDOW},
     "trocr": {"decoder_ffn_dim": 40, "decoder_attention_heads": 4, "decoder_layers": 4},
     "unlimited_ocr_text": {"num_key_value_heads": 4},
-    "xlm": {"causal": True},
+    "xlm": {"causal": True, "pad_index": PAD, "mask_token_id": VOCABULARY - 1},
     "xlm-roberta": _DECODER,
     "xlm-roberta-xl": _DECODER,
     "xlnet": {"d_head": 12, "d_inner": 40},
