@@ -394,6 +394,10 @@ def build(name: str, *, attention: str = "eager") -> PreTrainedModel:
                 torch.nn.init.normal_(parameter)
             elif parameter.dim() > 1 and parameter.std() < 0.1:
                 torch.nn.init.normal_(parameter, std=0.2)
+        for module in model.modules():
+            # Index scores of a token without an embedding tie; what is chosen then depends on how many keys there are.
+            if isinstance(module, torch.nn.Embedding) and module.padding_idx is not None:
+                torch.nn.init.normal_(module.weight[module.padding_idx], std=0.2)
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = PAD
     return model.eval().requires_grad_(False)

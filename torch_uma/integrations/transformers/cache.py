@@ -230,10 +230,10 @@ class UnifiedCache(Cache):
 
         `generate()` asks this before every forward. A model without attention says nothing else of one that is
         compiled, so the step of its next token begins with the question. On a CPU, where transformers does not compile
-        unasked, the answer to masks is yes: stock attention then gets one for one token, with which "sdpa" does not read
-        strided keys once for every head. While the past is recorded it is no: what a forward records is not traced. The
-        recording of an assisted `generate()` ends with the question of one that is not. Over several devices it is
-        always no. OutOfMemory.
+        unasked, the answer to masks is yes: stock attention then gets one for one token, with which "sdpa" does not
+        read strided keys once for every head. While the past is recorded it is no: what a forward records is not
+        traced. The recording of an assisted `generate()` ends with the question of one that is not. Over several
+        devices it is always no. OutOfMemory.
         """
         steps = self._steps
         if isinstance(steps, ShardedSteps) or self._is_eager:
