@@ -112,6 +112,17 @@ def test_without_its_cache_it_attends_as_stock_attention_does(name: str) -> None
         assert torch.equal(tokens, generate(stock, inputs, max_new_tokens=12))
 
 
+def test_sinks_of_each_query_take_a_share_of_what_it_sees() -> None:
+    torch.manual_seed(3)
+    query, key, value = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 6)
+    sinks = torch.randn(2, 4, 5, 1)
+    found, _ = attention(torch.nn.Module(), query, key, value, None, sinks=sinks)
+    scores = query @ key.repeat_interleave(2, 1).transpose(-1, -2) * 8**-0.5
+    weights = torch.cat([scores.masked_fill(~torch.ones(5, 5).tril().bool(), -torch.inf), sinks], -1).softmax(-1)
+    expected = weights[..., :5] @ value.repeat_interleave(2, 1)
+    torch.testing.assert_close(found, expected.transpose(1, 2))
+
+
 def test_gradients_flow_without_a_cache_and_are_refused_with_it() -> None:
     model = build("gpt_oss", attention="torch_uma")
     model.model.layers[0].self_attn.q_proj.weight.requires_grad_(True)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache
-from zoo import COMMON, SLIDING_AND_FULL, WINDOW, tiny
+from zoo import COMMON, SLIDING_AND_FULL, WINDOW, build, tiny
 
 from torch_uma.errors import PlanError
 from torch_uma.integrations.transformers.declare import declare
@@ -193,6 +193,8 @@ def test_nothing_is_changed() -> None:
             "unknown kinds .*window_attention.*known are full_attention",
         ),
         ("openai-gpt", {}, "takes no cache"),
+        ("xlm", {}, "give the model instead of its config"),
+        ("mllama", {}, "layer 3 .* stores nothing for text alone"),
         ("t5", {}, "has an encoder"),
         ("llama", {"num_hidden_layers": 0}, "no layers"),
     ],
@@ -200,6 +202,16 @@ def test_nothing_is_changed() -> None:
 def test_refused(model_type: str, options: dict[str, Any], words: str) -> None:
     with pytest.raises(PlanError, match=words):
         declare(AutoConfig.for_model(model_type, **options))
+
+
+def test_a_model_whose_code_looks_at_numbers_is_run_and_stays_as_it_was() -> None:
+    model = build("jetmoe").train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    seed = torch.get_rng_state()
+    assert [stored(layer) for layer in declare(model)] == [{"k": ((2, 20), FP32), "v": ((2, 20), FP32)}] * 4
+    assert torch.equal(torch.get_rng_state(), seed) and model.training
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name])
 
 
 @pytest.mark.parametrize("source", [None, "llama", torch.nn.Linear(2, 2), {"num_hidden_layers": 2}])

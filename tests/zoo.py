@@ -211,6 +211,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention", "minimax_m3_sparse"] * 2,
         "index_block_size": 4,
         "index_topk_blocks": 2,
+        "index_n_heads": 2,  # as many as heads of keys
     },
     "mistral+full": {"sliding_window": None},
     "mistral4": {"head_dim": 20},
