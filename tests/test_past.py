@@ -91,6 +91,32 @@ def test_what_is_kept_begins_at_the_length_that_was_said() -> None:
     assert pages(pool) == [0]
 
 
+def test_more_of_the_past_is_kept_from_then_on_alone() -> None:
+    pool = make_pool([layer(Full()), layer(Window(6))], page_size=2)
+    content = Content(pool)
+    sequence = pool.add()
+    content.add(sequence)
+    advance(content, [sequence], 9)
+    rows, books = rows_of([sequence]), pool.sequences
+    keep_past(books, rows, 40)
+    step = pool.begin([sequence], 33)
+    content.write(step)
+    step.abort()  # so that nothing is missing yet
+    keep_past(books, rows, 9)
+    advance(content, [sequence], 20)
+    keep_past(books, rows, 60)
+    advance(content, [sequence], 33)  # and now a gap is
+    keep_past(books, rows, 9)
+    pool.check()
+    advance(content, [sequence], 3)
+    with pytest.raises(SequenceError, match="needs tokens from 53 on, but keeps those from 54 on"):
+        rewind(books, rows, 58, books.end.take(rows, axis=1))
+    rewind(books, rows, 60, books.end.take(rows, axis=1))
+    content.crop(sequence, 60)
+    pool.check()
+    content.verify()
+
+
 def test_a_row_that_keeps_its_past_can_be_freed_cropped_and_aborted() -> None:
     pool = make_pool([layer(Full()), layer(Window(6))], page_size=2)
     content = Content(pool)

@@ -156,6 +156,28 @@ def test_layers_say_and_end_what_is_recorded() -> None:
             cache.activate_past_recording(wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("more", [None, 25])
+def test_a_longer_recording_does_not_bring_back_what_a_shorter_one_left_out(more: int | None) -> None:
+    for name, attention in (("mistral", "eager"), ("gemma2", "torch_uma"), ("llama4", "torch_uma")):
+        model = model_of(name, attention)
+        cache = poisoned(model, page_size=1)
+        ids = prompt(80)
+        with torch.no_grad():
+            expected = model(input_ids=ids).logits
+            model(input_ids=ids[:, :33], cache=cache)
+            cache.activate_past_recording(3)
+            model(input_ids=ids[:, 33:70], cache=cache)
+            cache.activate_past_recording(more)
+            model(input_ids=ids[:, 70:71], cache=cache)
+            cache.pool.check()
+            with pytest.raises(SequenceError, match="keeps those from"):
+                cache.crop(-21)
+            cache.crop(-4)
+            logits = model(input_ids=ids[:, 67:70], cache=cache).logits
+            torch.testing.assert_close(logits, expected[:, 67:70], rtol=1e-3, atol=1e-3)
+            cache.pool.check()
+
+
 def test_a_fork_of_a_recording_has_no_past() -> None:
     for name in ("mistral", "lfm2", "qwen3_next"):
         model = model_of(name)

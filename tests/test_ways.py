@@ -192,6 +192,28 @@ def test_a_cache_of_states_alone_knows_its_text_after(change: str) -> None:
     assert torch.equal(told, new(model, text, use_cache=False)[:, -NUM_NEW:])
 
 
+@pytest.mark.parametrize("name", ["mamba2", "qwen3_next"])
+def test_a_fork_takes_several_tokens_wherever_its_states_lie(name: str) -> None:
+    """Of which its first layer does not know when it is handed its state, as nobody asks for the sizes of a mask."""
+    model = model_of(name, "eager")
+    ids = torch.randint(1, 90, (6, 12), generator=torch.Generator().manual_seed(8))
+    mask = torch.ones(12, 12).tril().log().expand(6, 1, 12, 12)
+    masked = {} if name == "mamba2" else {"attention_mask": mask[:, :, 9:]}
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits[:, 9:]
+        for seed in range(4):
+            print("seed", seed)
+            cache = poisoned(model, page_size=3)
+            model(input_ids=ids[:, :9], cache=cache)
+            fork = copy.deepcopy(cache)
+            torch_uma.testing.scramble(cache.pool, seed)
+            fork.activate_past_recording()
+            for each in (fork, cache):
+                logits = model(input_ids=ids[:, 9:], cache=each, **masked).logits
+                torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
+            cache.pool.check()
+
+
 @every_continued
 def test_rows_are_repeated_selected_and_reordered(name: str, attention: str) -> None:
     model, inputs = model_of(name, attention), inputs_of(name)

@@ -16,9 +16,10 @@ from torch_uma.tables import Int64Array
 def keep_past(books: Sequences, rows: Int64Array, num_tokens: int) -> None:
     """From now on, let rows keep all that they need to be cropped to `num_tokens` or more, until `let_past_go`.
 
-    New tokens are then stored even if they are dead before their step ends. A state is not kept.
+    New tokens are then stored even if they are dead before their step ends. A state is not kept. What rows that keep
+    less already have not stored does not come back.
     """
-    books.kept[rows] = num_tokens
+    books.kept[rows] = np.maximum(num_tokens, np.minimum(books.kept[rows], books.length[rows]))
     books.last_needing[:, rows] = NEVER
 
 

@@ -124,12 +124,18 @@ class OpenStep:
         )
         return located
 
+    def state_pages(self) -> Int64Array:
+        """[rows] int64, the virtual page of every row's state; none if there are no states."""
+        books = self._books
+        if not books.lifespans.states:
+            return self.rows[:0]
+        cells = books.tables.origin[books.lifespans.states[0], self.rows]
+        ids: Int64Array = books.tables.mirror[cells].astype(np.int64)
+        return ids
+
     def slots(self) -> Int64Array:
         """[rows] int64, the physical page of every row's state."""
-        books = self._books
-        k = books.lifespans.states[0]
-        ids = books.tables.mirror[books.tables.origin[k, self.rows]]
-        slots: Int64Array = books.allocator.v2p[ids].astype(np.int64)
+        slots: Int64Array = self._books.allocator.v2p[self.state_pages()].astype(np.int64)
         return slots
 
     def abort(self) -> None:

@@ -126,13 +126,17 @@ class OwnSteps:
         places = self._open
         if places is not None:
             other_shape = num_new_tokens not in (None, places.num_new_tokens)
-            if other_shape and all(touched == layer for touched, _, _ in self._touches):
+            is_looked_at = other_shape and all(touched == layer for touched, _, _ in self._touches)
+            if is_looked_at:
                 for each in self._opened:
                     each.step.state_touched = False  # its state was only looked at
             is_through = self._is_complete() and layer != self._last_layer
             is_again = (layer, name, is_read) in self._touches or (layer, name, False) in self._touches
-            if other_shape or is_through or is_again or self._is_outdated():
+            if is_through or is_again or self._is_outdated() or (other_shape and not is_looked_at):
                 self.settle()
+            elif is_looked_at:
+                assert num_new_tokens is not None
+                self._begin_anew(num_new_tokens)
         if self._open is None:
             if not self.rows and like is None:
                 return None
@@ -318,6 +322,21 @@ class OwnSteps:
         self._touches = set()
         self._last_layer = None
         self._announced = None
+
+    def _begin_anew(self, num_new_tokens: int) -> None:
+        """Begins the open step again, for another number of tokens, once a layer has been handed its state.
+
+        The layer goes on with that. So meanwhile no state moves, and the copies of what forks share, which go back with
+        the step, are not taken again for other rows.
+        """
+        pages = [(places.step.pool.allocator, places.step.state_pages()) for places in self._opened]
+        leases = [allocator.lease(ids, "a state that was handed out") for allocator, ids in pages if len(ids)]
+        try:
+            self.settle()
+            self._begin(num_new_tokens, None)
+        finally:
+            for lease in leases:
+                lease.close()
 
     def _be_newest(self) -> None:
         for pool in self.rows.pools:
