@@ -65,6 +65,15 @@ class StopAfter(StoppingCriteria):
         return torch.full((input_ids.shape[0],), input_ids.shape[1] >= self.length)
 
 
+class Interrupt(StopAfter):
+    """Raises at a length."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        if input_ids.shape[1] >= self.length:
+            raise KeyboardInterrupt
+        return super().__call__(input_ids, scores, **kwargs)
+
+
 class Tally:
     """How many candidates were kept and how many refused; before each verdict pages move."""
 
@@ -206,6 +215,28 @@ def test_a_criterion_stops_within_candidates(name: str, truth: list[torch.Tensor
     expected = generate(model, prompt(), eos_token_id=end)
     tokens = generate(model, prompt(), cache=poisoned(model), eos_token_id=end, **options)
     assert torch.equal(tokens, expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_next", "lfm2"])
+def test_whoever_interrupts_finds_no_candidates_in_the_cache(name: str, truth: list[torch.Tensor]) -> None:
+    model = model_of(name)
+    options = {"prompt_lookup_num_tokens": 8, "custom_generate": torch_uma.speculate}
+    truth[:] = [greedy(name)]
+    num_at_candidates = 0
+    for stop in range(PROMPT_TOKENS + 1, PROMPT_TOKENS + 12):
+        cache = poisoned(model)
+        with pytest.raises(KeyboardInterrupt):
+            generate(model, prompt(), cache=cache, stopping_criteria=StoppingCriteriaList([Interrupt(stop)]), **options)
+        assert not cache._own().is_recording
+        held = cache.get_seq_length()
+        num_at_candidates += int(held < stop - 1)
+        assert held < stop
+        with torch.no_grad():
+            logits = model(input_ids=greedy(name)[:, held : stop + 3], cache=cache).logits
+            expected = model(input_ids=greedy(name)[:, : stop + 3]).logits[:, held:]
+        torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
+        cache.pool.check()
+    assert (num_at_candidates > 0) == (name in RECURRENT)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "qwen3_next"])

@@ -180,6 +180,29 @@ def test_more_sequences_than_there_is_room_for_are_refused(name: str, attention:
 
 
 @pytest.mark.parametrize(("name", "attention"), CASES)
+def test_rows_that_are_not_there_are_named(name: str, attention: str) -> None:
+    model = build(name, attention=attention)
+    inputs = prompts((12, 12))
+    cache = poisoned(model)
+    generate(model, inputs, cache=cache, max_new_tokens=2)
+    for choose, wrong, message in (
+        (cache.reorder_cache, torch.tensor([0, 2]), "row 2 was asked for of a cache of 2 rows"),
+        (cache.batch_select_indices, torch.tensor([-3]), "row -3 was asked for of a cache of 2 rows"),
+        (cache.batch_select_indices, torch.tensor([], dtype=torch.int64), "a selection without rows"),
+        (cache.batch_select_indices, torch.tensor([False, False]), "a selection without rows"),
+        (cache.batch_select_indices, torch.tensor([True]), r"a mask of \(1,\) says nothing of 2 rows"),
+        (cache.batch_repeat_interleave, 0, "repeats of a row"),
+        (cache.batch_repeat_interleave, -1, "repeats of a row"),
+    ):
+        with pytest.raises(torch_uma.SequenceError, match=message):
+            choose(wrong)  # type: ignore[operator]
+        assert (cache.batch_size, cache.get_seq_length()) == (2, 13)
+    cache.pool.check()
+    cache.reset()
+    assert_serves(model, cache)
+
+
+@pytest.mark.parametrize(("name", "attention"), CASES)
 def test_another_batch_over_the_same_rows_names_both(name: str, attention: str) -> None:
     model = build(name, attention=attention)
     cache = poisoned(model)

@@ -421,11 +421,14 @@ class UnifiedCache(Cache):
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keeps the rows `indices` in that order, or those where a mask is true. Synchronises with the device."""
         if indices.dtype == torch.bool:
+            if indices.shape != (len(self._own().rows),):
+                raise SequenceError(f"a mask of {tuple(indices.shape)} says nothing of {len(self._own().rows)} rows")
             indices = indices.nonzero().flatten()
         self._take(indices.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row becomes `repeats` rows in its place, which share pages until they differ."""
+        repeats = whole(repeats, "repeats of a row", least=1, error=SequenceError)
         self._take([row for row in range(len(self._own().rows)) for _ in range(repeats)])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnifiedCache:
@@ -452,6 +455,12 @@ class UnifiedCache(Cache):
 
     def _take(self, indices: list[int]) -> None:
         rows = self._own().at_rest()
+        missing = [row for row in indices if not -len(rows) <= row < len(rows)]
+        if missing or (rows and not indices):
+            what = f"row {missing[0]}" if missing else "a selection without rows"
+            raise SequenceError(
+                f"{what} was asked for of a cache of {len(rows)} rows; name some of these, or reset() it"
+            )
         if indices != list(range(len(rows))):
             rows.select(indices)
             self._prompt = None if self._prompt is None else self._prompt[indices]

@@ -107,9 +107,22 @@ class _Run:
         self._model_kwargs = model_kwargs
         self._offset = 0
         self._fed_tokens = 0
+        self._num_sure: int | None = None  # tokens that the cache may hold as they are in the text; None for all
 
     def decode(self, generator: Any, logits_processor: Any, stopping_criteria: Any) -> Any:
-        """Generates until a criterion stops it, and returns what `generate()` returns."""
+        """Generates until a criterion stops it, and returns what `generate()` returns.
+
+        Whatever is raised meanwhile, the cache holds no token then that is merely likely.
+        """
+        try:
+            return self._decode(generator, logits_processor, stopping_criteria)
+        except BaseException:
+            if self._num_sure is not None and self._num_held() > self._num_sure:
+                self._take_back(self._num_held() - self._num_sure)
+            self._cache.deactivate_past_recording()
+            raise
+
+    def _decode(self, generator: Any, logits_processor: Any, stopping_criteria: Any) -> Any:
         ids = drafted = self._input_ids
         logits = self._prefill()
         is_told = self._config.return_dict_in_generate
@@ -127,6 +140,7 @@ class _Run:
             num_accepted = int(is_same.long().cumprod(dim=1).sum())
             for place, token in enumerate(chosen[:, : num_accepted + 1].split(1, dim=1)):
                 num_accepted = place
+                self._num_sure = ids.shape[1] + self._offset
                 ids = torch.cat([ids, token], dim=1)
                 all_logits = None if all_logits is None else (*all_logits, logits[:, place])
                 all_scores = None if all_scores is None else (*all_scores, scores[:, place])
@@ -152,12 +166,15 @@ class _Run:
         """Runs the prompt: the logits [1, 1, vocabulary] of its last token."""
         self._cache.deactivate_past_recording()
         logits: torch.Tensor = self._model._prefill(self._input_ids, self._config, self._model_kwargs).logits[:, -1:]
-        self._offset = int(self._cache.get_seq_length()) - self._input_ids.shape[1]
+        self._offset = self._num_held() - self._input_ids.shape[1]
         return logits
+
+    def _num_held(self) -> int:
+        return int(self._cache.get_seq_length())
 
     def _num_pending(self, ids: torch.Tensor) -> int:
         """Tokens that the cache does not hold; of text that goes on, the last one is always among them."""
-        return ids.shape[1] + self._offset - int(self._cache.get_seq_length())
+        return ids.shape[1] + self._offset - self._num_held()
 
     def _with_candidates(self, ids: torch.Tensor, generator: Any) -> torch.Tensor:
         if self._num_pending(ids) > _MOST_PENDING:
@@ -168,6 +185,7 @@ class _Run:
     def _forward(self, ids: torch.Tensor, num_candidates: int) -> torch.Tensor:
         """Runs the tokens that the cache does not hold: the logits [1, num_candidates + 1, vocabulary] of the last."""
         self._fed_tokens = self._num_pending(ids)
+        self._num_sure = ids.shape[1] + self._offset - num_candidates
         if num_candidates:
             self._cache.activate_past_recording(num_candidates if self._cache.is_croppable else self._fed_tokens)
         else:
