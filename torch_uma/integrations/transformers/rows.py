@@ -174,8 +174,15 @@ class CacheRows:
     def check_crop(self, num_tokens: int) -> None:
         """Raise what `crop` would."""
         self.check_whole()
-        for sequence in self.sequences:
-            sequence.check_crop(num_tokens)
+        try:
+            for sequence in self.sequences:
+                sequence.check_crop(num_tokens)
+        except SequenceError as error:
+            gone = str(error).partition(";")[0]
+            raise SequenceError(
+                f"{gone}; activate_past_recording() or copy.deepcopy(cache) before the forward keeps it, and reset() "
+                "starts over"
+            ) from error
 
     def crop(self, num_tokens: int) -> None:
         """Shortens every row, or lets go of the past if it is as long already."""
@@ -183,7 +190,7 @@ class CacheRows:
             self.check_whole()
             self.recording.crop(self.sequences, num_tokens)
         elif num_tokens < self.length:
-            self.check_whole()
+            self.check_crop(num_tokens)
             for sequence in self.sequences:
                 sequence.crop(num_tokens)
             self._window_tokens = min(self._window_tokens, num_tokens)  # the room behind them went too
@@ -258,6 +265,8 @@ class CacheRows:
                 )
                 if self.max_tokens is not None and num_tokens > self.max_tokens:
                     message += f", which is more than the max_tokens={self.max_tokens} that the cache was made for"
+                else:
+                    message += "; give the cache more memory=, or fewer or shorter rows"
                 raise OutOfMemory(message, error.quote) from error
 
     @property
