@@ -1,4 +1,4 @@
-"""One request as a scheduler knows it: how long it is and may get, and where it stands. Its token ids are the loop's."""
+"""One request as a scheduler knows it: how long it is and may get, and where it stands. Token ids are the loop's."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ class Request:
     """
 
     __slots__ = (
-        
         "_decodes_from",
         "_num_tokens",
         "arrival",
