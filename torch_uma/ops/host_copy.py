@@ -33,11 +33,12 @@ def copy_pages(memory: Tensor, sources: Bytes, destinations: Bytes, page_bytes: 
 
     `source` is `memory`, or a tensor that does not overlap it.
     """
-    before = -2 * page_bytes
-    is_start = (np.diff(sources, prepend=before) != page_bytes) | (np.diff(destinations, prepend=before) != page_bytes)
-    starts = np.flatnonzero(is_start)
-    sizes = np.diff(starts, append=len(sources)) * page_bytes
-    copy_ranges(memory, sources[starts], destinations[starts], sizes, source=source)
+    bounds = np.ones(len(sources) + 1, np.bool_)  # of what goes as one; the end is the last of them
+    np.not_equal(sources[1:] - sources[:-1], page_bytes, out=bounds[1:-1])
+    bounds[1:-1] |= destinations[1:] - destinations[:-1] != page_bytes
+    edges = np.flatnonzero(bounds)
+    starts = edges[:-1]
+    copy_ranges(memory, sources[starts], destinations[starts], (edges[1:] - starts) * page_bytes, source=source)
 
 
 def copy_ranges(
