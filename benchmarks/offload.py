@@ -51,7 +51,9 @@ def speed(case: str, plan: torch_uma.Plan, device: torch.device, num_tokens: int
         torch_uma.testing.scramble(pool, turn)
         took, offloaded = timed(partial(pool.offload, sequence), device)
         ours["offload"].append(took)
-        some = pool.arena.bytes[: offloaded.num_bytes]
+        # Always somewhere else, as the pages are: a cache may hold the last place.
+        some = pool.arena.bytes[turn * offloaded.num_bytes % (plan.arena_bytes - offloaded.num_bytes) :]
+        some = some[: offloaded.num_bytes]
         took, hosts = timed(partial(to_host, some), device)
         plain["offload"].append(took)
         took, sequence = timed(partial(pool.restore, offloaded), device)
