@@ -22,6 +22,7 @@ from torch_uma.offload import Offloaded
 from torch_uma.placement import Quote
 from torch_uma.plan import Plan, plan
 from torch_uma.pool import CachePool
+from torch_uma.scheduling import Scheduler
 from torch_uma.sequence import Sequence
 from torch_uma.stats import Stats
 
@@ -49,6 +50,7 @@ __all__ = [
     "PlanError",
     "Quote",
     "Row",
+    "Scheduler",
     "Sequence",
     "SequenceError",
     "State",
