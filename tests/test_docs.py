@@ -90,6 +90,16 @@ def test_what_the_usage_page_does(name):
         pool.check()
 
 
+def test_what_the_usage_page_does_to_make_room(capsys):
+    with torch_uma.CachePool(build("bamba"), memory="1MiB") as pool:
+        sequence = pool.add()
+        pool.begin([sequence], 9).commit()
+        given = run_block("docs/usage.md", 7, pool=pool, sequence=sequence)
+        assert given["sequence"] is not sequence and given["sequence"].length == 9
+        assert capsys.readouterr().out.startswith("Offloaded(9 tokens, ")
+        pool.check()
+
+
 @pytest.mark.parametrize("name", BUILDERS)
 def test_what_the_usage_page_does_to_speculate(name):
     model = build(name, attention="eager")
