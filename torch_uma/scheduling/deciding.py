@@ -234,8 +234,7 @@ class _Draft:
         return True
 
     def _is_behind_victims(self, request: Request) -> bool:
-        rank = self._now.waiting.rank(request)
-        return any(victim.rank < rank for victim in self._victims)
+        return any(victim.rank < request.rank for victim in self._victims)
 
     # Who has to go
 

@@ -319,6 +319,8 @@ class Scheduler:
             request.offloaded = None
 
     def _end(self, request: Request, state: Literal["finished", "cancelled"]) -> None:
+        if request.state in ("waiting", "offloaded"):
+            self._waiting.take(request)
         request.hold()
         request.state = state
         self._num_unfinished -= 1
