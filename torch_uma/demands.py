@@ -109,7 +109,7 @@ def released_by_step(books: Sequences, rows: Int64Array, num_new_tokens: int | I
         return released
     extent = extent_of(books, k, rows[column], new[column])
     first, stop = books.first[k, rows[column]], np.minimum(extent.end, extent.needed)
-    if not _may_stay(books):
+    if not may_stay(books):
         released[k, column] = stop - first - extent.room
         return released
     pair, dead = np.arange(len(k)).repeat(stop - first), spread(first, stop - first)
@@ -136,15 +136,15 @@ def pages_ahead(books: Sequences, rows: Int64Array, num_steps: int) -> Int64Arra
     if len(k):
         end, kept = books.end[k, rows[column]], books.kept[rows[column]]
         ahead[step, k, column] = lifespans.num_stored(k, end, lifespans.num_pages(k, new[step, 0, column]), kept)
-    may_stay = _may_stay(books)
+    is_held = may_stay(books)
     step, k, column = (books.last_needing.take(rows, axis=1) < new - 1).nonzero()
     if len(k):
         first, end = books.first[k, rows[column]], books.end[k, rows[column]]
         needed = lifespans.first_needed_page(k, new[step, 0, column] - 1)
         ahead[step, k, column] -= lifespans.num_stored(k, end, np.maximum(end, needed), NEVER)
-        if not may_stay:
+        if not is_held:
             ahead[step, k, column] -= np.minimum(end, needed) - first
-    if may_stay:
+    if is_held:
         shared = shared_cells_of(books, rows)
         ahead[:, shared.k, shared.place] += 1
         ahead -= _left(books, rows, num_steps, shared)
@@ -156,7 +156,7 @@ def pages_alone(books: Sequences, rows: Int64Array) -> Int64Array:
     books.settle()
     first = books.first.take(rows, axis=1)
     count: Int64Array = books.end.take(rows, axis=1) - first
-    if not _may_stay(books) and not (books.kept[rows] < NEVER).any():
+    if not may_stay(books) and not (books.kept[rows] < NEVER).any():
         return count
     ids = books.tables.mirror[spread((books.tables.origin.take(rows, axis=1) + first).ravel(), count.ravel())]
     pair, is_page = np.arange(count.size).repeat(count.ravel()), ids >= 0
@@ -166,7 +166,7 @@ def pages_alone(books: Sequences, rows: Int64Array) -> Int64Array:
     return alone
 
 
-def _may_stay(books: Sequences) -> bool:
+def may_stay(books: Sequences) -> bool:
     """Whether a page may stay where a row lets go of it."""
     return books.num_shared > 0 or books.allocator.any_leased()
 
