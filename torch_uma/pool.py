@@ -23,6 +23,7 @@ from torch_uma.batch import Batch
 from torch_uma.books import Sequences
 from torch_uma.budget import device_of, plan_of
 from torch_uma.counts import whole, whole_or_each
+from torch_uma.demands import longest, step_pages
 from torch_uma.epochs import Epochs
 from torch_uma.errors import ClosedError, LeaseError, OutOfMemory, PageError, PlanError, SequenceError
 from torch_uma.guard import Guard
@@ -259,6 +260,17 @@ class CachePool:
         step = Step(self, batch, counts_of_rows, self.epoch + 1)
         self._open(step, batch)
         return step
+
+    def quote_step(self, sequences: Batch | Iterable[Sequence], num_new_tokens: int | Iterable[int]) -> Quote:
+        """Say whether `begin` would fit now, at what cost, or what would help. SequenceError as there."""
+        counts = _counts(num_new_tokens)
+        rows = self._whole_batch(sequences).rows.numbers
+        try:
+            counts_of_rows = counts if isinstance(counts, int) else self._counts_of_rows(counts, len(rows))
+            self.sequences.check_columns(longest(self.sequences, rows, counts_of_rows))
+        except OutOfMemory as error:
+            return error.quote
+        return self.allocator.quote(step_pages(self.sequences, rows, counts_of_rows).sum(axis=1).tolist())
 
     def begin_steps(self, sequences: Batch | Iterable[Sequence], num_steps: int) -> MultiStep:
         """Open a multi-step: `num_steps` steps of one token for each sequence, which a graph takes without the host.
