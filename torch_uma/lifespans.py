@@ -43,7 +43,7 @@ class Lifespans:
         self.full = tuple(k for k in self.paged if self.window[k] == NEVER and self.chunk[k] == NEVER)
         self.windows = tuple(k for k in self.paged if self.window[k] < NEVER)
         # Where a page holds one token, that of every so many tokens is dead as soon as it is there.
-        self._passing = np.where(self.page_tokens == 1, np.where(self.window == 1, 1, self._chunk), NEVER)
+        self._passing = np.where(self.page_tokens == 1, np.where(self.window == 1, 1, self.chunk), NEVER)
         # So few new tokens take at most one page more, which outlives the step, and never leave a gap in front of it.
         least = 0 if (self._passing < NEVER).any() else 1
         self.step_tokens = max(least, min((int(self.page_tokens[k]) for k in self.paged), default=NEVER) - 1)

@@ -34,7 +34,6 @@ class Request:
     """
 
     __slots__ = (
-        
         "_decodes_from",
         "_num_tokens",
         "arrival",

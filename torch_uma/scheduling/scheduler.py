@@ -434,7 +434,9 @@ class Scheduler:
     def _refuse(self, prompt: int, new: int) -> NoReturn:
         need = self._need(prompt + new)
         if not need.fits_empty:
-            raise out_of_memory(self.pool.plan, self.pool.stats().free_bytes, self.pool.allocator.quote(list(need.pages.values())))
+            raise out_of_memory(
+                self.pool.plan, self.pool.stats().free_bytes, self.pool.allocator.quote(list(need.pages.values()))
+            )
         raise SequenceError(
             f"a request of {prompt} tokens and {new} new ones is longer than the {self.max_request_tokens} that are "
             "taken; ask for fewer new tokens, or make the scheduler with a larger max_request_tokens, and the pool with "

@@ -59,7 +59,9 @@ def generate_batch(
     Otherwise as ServingLoop, whose errors it raises; memory is given back in any case.
     """
     prompts = prompts_of(inputs)
-    config_of = _each(generation_config, len(prompts), "generation_config", shared=isinstance(generation_config, GenerationConfig))
+    config_of = _each(
+        generation_config, len(prompts), "generation_config", shared=isinstance(generation_config, GenerationConfig)
+    )
     priority_of = _each(priorities, len(prompts), "priorities")
     streamer_of = _each(streamers, len(prompts), "streamers")
     num_answers = [_num_answers(model, config, overrides) for config in config_of]
@@ -130,8 +132,13 @@ def _each(given: Any, num_prompts: int, name: str, *, shared: bool = False) -> l
 
 def _num_answers(model: Any, config: GenerationConfig | None, overrides: Mapping[str, Any]) -> int:
     """How often a prompt is generated from."""
-    given = (overrides.get("num_return_sequences"), *(each.num_return_sequences for each in (config, model.generation_config) if each))
-    return whole(next((value for value in given if value is not None), 1), "num_return_sequences", least=1, error=SequenceError)
+    given = (
+        overrides.get("num_return_sequences"),
+        *(each.num_return_sequences for each in (config, model.generation_config) if each),
+    )
+    return whole(
+        next((value for value in given if value is not None), 1), "num_return_sequences", least=1, error=SequenceError
+    )
 
 
 def _seeds(seeds: Iterable[int | None] | int | None, num_answers: list[int]) -> list[list[int | None]]:

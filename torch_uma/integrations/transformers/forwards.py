@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch_uma.pool import CachePool
     from torch_uma.scheduling import Forward
 
+
 class Forwards:
     """A model over the steps of a pool. `pace` is of the forwards over prompts."""
 

@@ -57,7 +57,7 @@ class LastTokens:
         return self._tokens.index_select(0, batch.rows.tensor())[:, None]
 
     def prompt(self, forward: Forward) -> Tensor:
-        """The next tokens of every sequence, one after another, int64: those of decoding ones in between as they are."""
+        """The next tokens of every sequence, one after another, int64; what was sampled is taken from where it is."""
         pieces: list[list[int]] = []
         places, rows, end_place = [], [], 0
         for request, start, count, row in zip(
