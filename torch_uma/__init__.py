@@ -18,6 +18,7 @@ from torch_uma.errors import (
     TorchUmaError,
 )
 from torch_uma.layout import Chunk, Full, Layer, Memory, Row, State, Window
+from torch_uma.offload import Offloaded
 from torch_uma.placement import Quote
 from torch_uma.plan import Plan, plan
 from torch_uma.pool import CachePool
@@ -48,6 +49,7 @@ __all__ = [
     "Layer",
     "LeaseError",
     "Memory",
+    "Offloaded",
     "OutOfMemory",
     "PageError",
     "Plan",

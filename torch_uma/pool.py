@@ -30,6 +30,7 @@ from torch_uma.guard import Guard
 from torch_uma.ledger import Lease
 from torch_uma.lifespans import Lifespans
 from torch_uma.multistep import MultiStep
+from torch_uma.offload import Offloaded, offload, restore
 from torch_uma.placement import Quote
 from torch_uma.recount import recount
 from torch_uma.runs import extend_runs, wanted_end
@@ -165,6 +166,29 @@ class CachePool:
             return self.allocator.quote(self.plan.demand(self._length(num_tokens)))
         except OutOfMemory as error:
             return error.quote
+
+    def offload(self, sequence: Sequence) -> Offloaded:
+        """Copy what a sequence needs to go on to host memory, states and all, and free it; `restore` makes it anew.
+
+        On CUDA the memory is pinned, and the copy is enqueued on the arena's stream: its pages can be used again at
+        once, and nothing waits. What forks share is copied, and they keep it; room ahead and a past that it keeps are
+        not. Raises SequenceError for a sequence in an open step or with a half-written state, and what torch does where
+        host memory is short; then nothing has changed.
+        """
+        self.sequences.check_whole(np.array([self.idle_row(sequence)]))
+        offloaded = offload(sequence)
+        sequence.free()
+        return offloaded
+
+    def restore(self, offloaded: Offloaded) -> Sequence:
+        """Make a sequence with the content of one that was offloaded, bit by bit; `offloaded` is used up.
+
+        It may come from another pool on the same kind of device, of the same layers and page size. Does not wait.
+        Raises OutOfMemory where `quote` of its tokens says no, SequenceError if all rows are in use, if it is too long
+        for this pool, of other layers or used up; then nothing has changed, and it can still be restored.
+        """
+        self.guard.enter()
+        return restore(offloaded, self)
 
     def batch(self, sequences: Iterable[Sequence]) -> Batch:
         """Keep sequences in the order of a batch's rows: the fast form of what a step takes."""

@@ -2,7 +2,7 @@
 
 Owns the rules; changes nothing. Whoever runs goes on: if what they grow by does not fit, prompts get shorter chunks,
 and then somebody has to go, but never the first of them, so that one always comes to its end. After that whoever waits
-comes in, strictly in order, for as long as it fits beside the others; a more important one may take the place of others.
+comes in, strictly in order, for as long as it fits beside the others; a more important one may take others' place.
 """
 
 from __future__ import annotations
@@ -209,9 +209,12 @@ class _Draft:
 
     def _first_chunk(self, request: Request) -> int:
         """Tokens of its prompt that can be run in this round; 0 for none."""
+        budget = self._budget
+        if self._chunks and all(request.priority > other.priority for other, _ in self._chunks):
+            budget = max(budget, _LEAST_CHUNK_TOKENS)  # it begins, whatever less important prompts take
         if self._limits.is_chunked:
-            return max(0, min(request.num_to_run, self._budget))
-        return request.num_to_run if not self._chunks or request.num_to_run <= self._budget else 0
+            return max(0, min(request.num_to_run, budget))
+        return request.num_to_run if not self._chunks or request.num_to_run <= budget else 0
 
     def _preempt(self, request: Request, stages: Int64Array) -> bool:
         """Make room for it at the cost of less important ones, where that is possible."""

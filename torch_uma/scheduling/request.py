@@ -1,4 +1,4 @@
-"""One request as a scheduler knows it: how long it is and may get, and where it stands. Its token ids are the loop's."""
+"""One request as a scheduler knows it: how long it is and may get, and where it stands. Token ids are the loop's."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from torch_uma.tables import Int64Array
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Forward:
-    """One step of the pool: `with pool.step(forward.batch, forward.num_new_tokens) as cache` around the model's forward.
+    """One step of the pool: `with pool.step(forward.batch, forward.num_new_tokens) as cache:` around a model's forward.
 
     Attributes:
         requests: in the order of the batch.

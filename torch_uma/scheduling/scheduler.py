@@ -59,11 +59,11 @@ class Scheduler:
 
     Args:
         pool: whose memory is given out; others may use it too.
-        max_running: requests in memory at once; by default the pool's rows.
+        max_running: requests in memory at once; by default as many as the pool has rows, and `step_tokens` allow.
         step_tokens: tokens of all forwards of a round. Who decodes takes one each; prompts come in chunks of the rest.
         max_request_tokens: the longest request, prompt and answer, that is taken; by default what the pool can hold.
         chunked: whether prompts may come in chunks; by default not for models that start their states anew then.
-        packed: whether a forward may be over requests with unequally many new tokens (attention "torch_uma", no states).
+        packed: whether a forward may be over requests with unequally many new tokens: attention "torch_uma", no states.
         even: whether a forward must be over requests of one length.
         reserve_steps: after `schedule()`, so many decode steps of all who run, this round's included, are sure to fit.
         headroom_steps: who is admitted beside others leaves room for so many.
@@ -91,12 +91,18 @@ class Scheduler:
         patience_rounds: int = 1024,
     ) -> None:
         rows = pool.tables.num_rows
+        step_tokens = whole(step_tokens, "step_tokens of a scheduler", least=1, error=PlanError)
         if max_running is None:
-            max_running = rows
+            max_running = min(rows, step_tokens)
         max_running = whole(max_running, "max_running of a scheduler", least=1, error=PlanError)
         if max_running > rows:
             raise PlanError(
                 f"max_running is {max_running}, but the pool has {rows} rows; make it with max_sequences={max_running}"
+            )
+        if max_running > step_tokens:
+            raise PlanError(
+                f"{max_running} running requests take a token each in every round, more than step_tokens, {step_tokens}"
+                "; raise step_tokens or lower max_running"
             )
         reserve_steps = whole(reserve_steps, "reserve_steps of a scheduler", least=1, error=PlanError)
         headroom_steps = whole(headroom_steps, "headroom_steps of a scheduler", least=1, error=PlanError)
@@ -105,7 +111,7 @@ class Scheduler:
         restarted = any(layer.restarted_by for layer in pool.plan.layers)
         self._limits = Limits(
             max_running=max_running,
-            step_tokens=whole(step_tokens, "step_tokens of a scheduler", least=1, error=PlanError),
+            step_tokens=step_tokens,
             host_bytes=0 if host_memory == 0 else parse_bytes(host_memory),
             is_chunked=not restarted if chunked is None else chunked,
             num_reserved=reserve_steps,
@@ -439,7 +445,7 @@ class Scheduler:
             )
         raise SequenceError(
             f"a request of {prompt} tokens and {new} new ones is longer than the {self.max_request_tokens} that are "
-            "taken; ask for fewer new tokens, or make the scheduler with a larger max_request_tokens, and the pool with "
+            "taken; ask for fewer new tokens, or make the scheduler with a larger max_request_tokens and the pool with "
             "larger max_tokens"
         )
 
