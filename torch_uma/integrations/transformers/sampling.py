@@ -30,7 +30,7 @@ from transformers import (
 )
 
 from torch_uma.arena import staged
-from torch_uma.errors import SequenceError
+from torch_uma.errors import ProcessorError, SequenceError
 
 Text: TypeAlias = Tensor | Listed[int] | Listed[Tensor]
 """Prompt and new tokens of a request: int64 [tokens] on the logits' device, numbers of the host, or pieces of the first
@@ -65,13 +65,6 @@ class Sampling:
     do_sample: bool
     reads_text: bool
 
-    def scores(self, ids: Tensor, logits: Tensor) -> Tensor:
-        """What the processors make of logits [rows, vocabulary], for texts [rows, tokens]; leaves the logits alone."""
-        scores = logits.to(torch.float32, copy=True)
-        for processor in self.processors:
-            scores = processor(ids, scores)
-        return scores
-
 
 _SHARED: WeakValueDictionary[Hashable, Sampling] = WeakValueDictionary()
 
@@ -84,24 +77,22 @@ def sampling_of(
     The others hold tensors of the host, which it puts on the device without waiting for it.
     """
     processors, kept = tuple(processors), {id(processor) for processor in own}
-    if reads_text := not all(map(_reads_no_text, processors)):
-        return _placed(Sampling(processors=processors, do_sample=do_sample, reads_text=reads_text), kept, device)
-    key = (do_sample, device, tuple((type(each), _value(vars(each))) for each in processors))
-    shared = _SHARED.get(key)
-    if shared is None:
-        made = Sampling(processors=processors, do_sample=do_sample, reads_text=reads_text)
-        shared = _SHARED[key] = _placed(made, kept, device)
-    return shared
-
-
-def _placed(sampling: Sampling, kept: set[int], device: torch.device) -> Sampling:
-    """The same, with the tensors of its processors on the device."""
-    for processor in sampling.processors:
+    made = Sampling(
+        processors=processors,
+        do_sample=do_sample,
+        reads_text=any(id(each) in kept or not _reads_no_text(each) for each in processors),
+    )
+    if not made.reads_text:
+        key = (do_sample, device, tuple((type(each), _value(vars(each))) for each in processors))
+        shared = _SHARED.setdefault(key, made)
+        if shared is not made:
+            return shared
+    for processor in processors:
         if id(processor) not in kept:
             for name, value in vars(processor).items():
                 if isinstance(value, Tensor) and value.device != device:
                     setattr(processor, name, staged(value.numpy(), device))
-    return sampling
+    return made
 
 
 def _reads_no_text(processor: LogitsProcessor) -> bool:
@@ -130,6 +121,33 @@ class _Rows:
     rows: tuple[int, ...]
     index: Tensor | None
 
+    def scores(self, ids: Tensor, logits: Tensor) -> Tensor:
+        """What the processors make of logits [rows, vocabulary] and texts [rows, tokens]; leaves both alone."""
+        scores = logits.to(torch.float32, copy=True)
+        try:
+            for processor in self.sampling.processors:
+                scores = processor(ids, scores)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            raise ProcessorError(f"a processor of rows {list(self.rows)} failed: {error}", self.rows) from error
+        return scores
+
+    def pick(self, scores: Tensor, generators: Listed[Generator | None] | None) -> Tensor:
+        """The tokens [rows] for scores [rows, vocabulary], with the generators of all rows of the forward."""
+        if not self.sampling.do_sample:
+            return scores.argmax(-1)
+        # As torch.multinomial draws one of each row, but that it looks at the numbers first, and waits for them.
+        probabilities = scores.softmax(-1)
+        noise = torch.empty_like(probabilities)
+        own = [None if generators is None else generators[row] for row in self.rows]
+        if any(own):
+            for row, generator in zip(noise, own):
+                row.exponential_(generator=generator)
+        else:
+            noise.exponential_()
+        return probabilities.div_(noise).argmax(-1)
+
 
 @lru_cache(maxsize=64)
 def _together(samplings: tuple[Sampling | None, ...], device: torch.device) -> tuple[bool, tuple[_Rows, ...]]:
@@ -141,7 +159,7 @@ def _together(samplings: tuple[Sampling | None, ...], device: torch.device) -> t
     for row, sampling in enumerate(samplings):
         if sampling is not None:
             rows_of.setdefault(sampling, []).append(row)
-    groups = [
+    groups = tuple(
         _Rows(
             sampling=sampling,
             rows=tuple(rows),
@@ -149,8 +167,8 @@ def _together(samplings: tuple[Sampling | None, ...], device: torch.device) -> t
         )
         for sampling, rows in rows_of.items()
         if sampling.processors or sampling.do_sample
-    ]
-    return sum(len(group.rows) for group in groups) < len(samplings), tuple(groups)
+    )
+    return len(groups) < len(rows_of), groups
 
 
 @torch.no_grad()
@@ -165,12 +183,13 @@ def choose(
     """The next token of each row of logits [rows, vocabulary], int64 [rows], and float32 [rows] of log probabilities.
 
     `texts` are asked for where a sampling reads them, `generators` (on the logits' device) where it samples; without
-    one, tokens are drawn from torch's own. A row's tokens do not depend on the other rows: they are those of
-    `generate()` with the row's text and the same generator. Log probabilities, if asked for, are of the logits as the
-    model gave them. Changes nothing but the generators. Does not wait for the device where no processor does: those of
-    transformers that are applied at every step do not, but for `eta_cutoff`, `top_h` and words to avoid or to favour at
-    their first. Where processors leave a row no token, it gets any. SequenceError where rows do not match, or a text is
-    missing.
+    one, tokens are drawn from torch's own. With one, a row's tokens do not depend on the other rows: they are
+    those of `generate()` for its text after the same seed. Log probabilities, if asked for, are of the logits as the
+    model gave them. Where processors leave a row no token, it gets any. Changes nothing but the generators.
+
+    Does not wait for the device, unless a processor does: of those of transformers `eta_cutoff` and `top_h`, and others
+    when they are first called. SequenceError where rows do not match or a text is missing; ProcessorError, which names
+    the rows, where a processor raises: no token was drawn then, and the other rows can be chosen for without them.
     """
     num_rows, device = len(samplings), logits.device
     for name, given in (("logits", logits), ("texts", texts), ("generators", generators)):
@@ -178,47 +197,37 @@ def choose(
             raise SequenceError(f"{num_rows} rows are to be chosen for, but there are {name} for {len(given)}")
     shared = tuple([None if sampling.reads_text else sampling for sampling in samplings])
     by_logits, groups = _together(shared, device)
-    tokens = logits.argmax(-1) if by_logits else torch.empty(num_rows, dtype=torch.int64, device=device)
+    scored: list[tuple[_Rows, Tensor]] = []
     for group in groups:
-        chosen = group.sampling.scores(
-            torch.empty((len(group.rows), 0), dtype=torch.int64, device=device),
-            logits if group.index is None else logits.index_select(0, group.index),
-        )
-        chosen = _pick(group.sampling, chosen, None if generators is None else [generators[row] for row in group.rows])
-        tokens = chosen if group.index is None else tokens.index_copy_(0, group.index, chosen)
+        no_text = torch.empty((len(group.rows), 0), dtype=torch.int64, device=device)
+        its_logits = logits if group.index is None else logits.index_select(0, group.index)
+        scored.append((group, group.scores(no_text, its_logits)))
     if None in shared:
         for row, sampling in enumerate(samplings):
             if sampling.reads_text:
-                text = None if texts is None else texts[row]
-                if text is None:
-                    raise SequenceError(f"row {row} has a processor that reads its text; give `texts` for it")
-                scores = sampling.scores(_ids(text, device), logits[row : row + 1])
-                drawn_from = None if generators is None else [generators[row]]
-                tokens[row : row + 1] = _pick(sampling, scores, drawn_from)
+                alone = _Rows(sampling=sampling, rows=(row,), index=None)
+                ids = _ids(row, None if texts is None else texts[row], device)
+                scored.append((alone, alone.scores(ids, logits[row : row + 1])))
+    tokens = logits.argmax(-1) if by_logits else torch.empty(num_rows, dtype=torch.int64, device=device)
+    for group, scores in scored:  # after all processors, of which one may raise: no generator was used then
+        chosen = group.pick(scores, generators)
+        if len(group.rows) == num_rows:
+            tokens = chosen
+        elif group.index is None:
+            tokens[group.rows[0] : group.rows[0] + 1] = chosen
+        else:
+            tokens.index_copy_(0, group.index, chosen)
     if not logprobs:
         return tokens, None
     return tokens, logits.to(torch.float32).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
 
 
-def _ids(text: Text, device: torch.device) -> Tensor:
-    """A text as [1, tokens] on the device."""
+def _ids(row: int, text: Text | None, device: torch.device) -> Tensor:
+    """A row's text as [1, tokens] on the device."""
+    if text is None:
+        raise SequenceError(f"row {row} has a processor that reads its text; give `texts` for it")
     if isinstance(text, Tensor):
         return text[None]
     if len(text) and isinstance(text[0], Tensor):
         return torch.cat([torch.as_tensor(piece).reshape(-1) for piece in text])[None]
     return staged(np.array(text, np.int64), device)[None]
-
-
-def _pick(sampling: Sampling, scores: Tensor, generators: Listed[Generator | None] | None) -> Tensor:
-    """The tokens [rows] for scores [rows, vocabulary]."""
-    if not sampling.do_sample:
-        return scores.argmax(-1)
-    # What torch.multinomial does for one sample, without its look at the numbers, for which it waits for the device.
-    probabilities = scores.softmax(-1)
-    noise = torch.empty_like(probabilities)
-    if generators is None or all(generator is None for generator in generators):
-        noise.exponential_()
-    else:
-        for row, generator in zip(noise, generators):
-            row.exponential_(generator=generator)
-    return probabilities.div_(noise).argmax(-1)
