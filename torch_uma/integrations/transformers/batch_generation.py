@@ -56,7 +56,7 @@ def generate_batch(
     `streamers` (of transformers) are one for each prompt; of several answers the i-th has its prompt's seed + i, and
     none is streamed. One number as `seeds` is that of the first generation, and each has one more than the one before.
     `on_event(loop, event)` sees what comes as it comes, and may `loop.cancel(generation)`. `progress` shows a bar.
-    Otherwise as ServingLoop, whose errors it raises; memory is given back in any case.
+    Otherwise as ServingLoop; what its generations or its steps raise is raised. Memory is given back in any case.
     """
     prompts = prompts_of(inputs)
     config_of = _each(
@@ -118,6 +118,8 @@ def _run(
                     on_event(loop, event)
                 if event.finish_reason is not None:
                     progress_bar.update()
+                if event.generation.error is not None:
+                    raise event.generation.error
 
 
 def _each(given: Any, num_prompts: int, name: str, *, shared: bool = False) -> list[Any]:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch_uma.batch import Rows
     from torch_uma.pool import CachePool
     from torch_uma.scheduling import Forward
+    from torch_uma.tables import Int64Array
 
 
 class LastTokens:
@@ -86,14 +87,13 @@ class LastTokens:
         assert len(known) == num_tokens - 1 and self._owners[row] is generation
         return torch.cat([ids, self._tokens[row : row + 1]])
 
-    def keep(self, forward: Forward, generations: Ordered[Generation], tokens: Tensor) -> None:
-        """Keeps `tokens` [sampled] int64 of the requests of a forward that sampled, whose `generations` are given."""
-        rows = forward.batch.rows
-        if forward.is_decode:
+    def keep(self, rows: Rows, places: Int64Array, generations: Ordered[Generation], tokens: Tensor) -> None:
+        """Keeps `tokens` [n] int64 that were sampled for `generations`, at `places` [n] among the rows of a batch."""
+        if len(places) == len(rows.numbers):
             self._tokens.index_copy_(0, rows.tensor(), tokens)
             self._own(rows, generations)
             return
-        numbers = rows.numbers[forward.samples]
+        numbers = rows.numbers[places]
         self._tokens.index_copy_(0, staged(numbers, self._device), tokens)
         for row, generation in zip(numbers.tolist(), generations, strict=True):
             self._owners[row] = generation

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from torch_uma.counts import whole
-from torch_uma.errors import ClosedError, OutOfMemory, PlanError, SequenceError
+from torch_uma.errors import ClosedError, PlanError, SequenceError, TorchUmaError
 from torch_uma.integrations.transformers.compiled import CompiledDecode, most_fillers
 from torch_uma.integrations.transformers.forwards import Forwards
 from torch_uma.integrations.transformers.generation import Event, FinishReason, Generation
@@ -25,10 +25,9 @@ from torch_uma.integrations.transformers.last_tokens import LastTokens
 from torch_uma.integrations.transformers.launched import Launched
 from torch_uma.integrations.transformers.options import resolve
 from torch_uma.integrations.transformers.prompts import token_ids
-from torch_uma.integrations.transformers.sampling import Text, choose
 from torch_uma.integrations.transformers.traits import check_compiles, traits_of
 from torch_uma.pool import CachePool
-from torch_uma.scheduling import Forward, Request, Round, Scheduler
+from torch_uma.scheduling import Forward, Request, Scheduler
 
 if TYPE_CHECKING:
     from torch_uma.scheduling import Costs
@@ -165,9 +164,10 @@ class ServingLoop:
         """Do one round: schedule it, run its forwards, and read the tokens of it, or of the one before with overlap.
 
         Returns what that has brought, in no particular order: nothing where prompts have run in part, or the first
-        tokens are still to be read. Without `overlap` it waits for the device. An error of a forward is raised once
-        the round is taken back; those in it go on with the next step, but one that was alone in its forward is
-        finished with "error". OutOfMemory if others use the pool and nothing fits beside them.
+        tokens are still to be read. Without `overlap` it waits for the device. A generation whose processors or
+        criteria raise, or whose prompt does in a forward of its own, is finished with "error". Any other error of a
+        forward is raised, once the round is taken back, and who was in it goes on with the next step. OutOfMemory if
+        others use the pool and nothing fits beside them.
         """
         self._check_open()
         with torch.no_grad(), self._pool.guard.epochs.on_stream():
@@ -220,12 +220,12 @@ class ServingLoop:
         if token_s is not None:
             self._scheduler.costs = replace(self._scheduler.costs, token_s=token_s)
         scheduled = self._scheduler.schedule()
-        launched = Launched(scheduled)
+        launched = Launched(scheduled, self._last_tokens, self._fail)
         try:
-            logits = [self._run(forward, scheduled) for forward in scheduled.forwards]
+            logits = [self._run(forward) for forward in scheduled.forwards]
             for forward, of_forward in zip(scheduled.forwards, logits, strict=True):
                 if of_forward is not None:
-                    launched.add(*self._sample(forward, of_forward))
+                    launched.sample(forward, of_forward)
             launched.send()
         except BaseException:
             self._scheduler.abandon(scheduled)
@@ -233,46 +233,19 @@ class ServingLoop:
         self._launched.append(launched)
         return bool(scheduled)
 
-    def _run(self, forward: Forward, scheduled: Round) -> Tensor | None:
+    def _run(self, forward: Forward) -> Tensor | None:
+        """The logits of a forward; None where none are wanted, or its only request made it fail."""
         while self._launched and self._last_tokens.lacks(forward):
             self._read()
         try:
             return self._forwards.run(forward)
-        except OutOfMemory:  # of others that use the pool
+        except TorchUmaError:  # no request is to blame for that
             raise
         except Exception as error:
-            if len(forward.requests) == 1:
-                self._fail(forward.requests[0].tag, error)
-            raise
-
-    def _sample(self, forward: Forward, logits: Tensor) -> tuple[list[Generation], Tensor, Tensor | None]:
-        """Choose the next tokens for logits [sampled, vocabulary], and keep them for the next forward."""
-        sampled = forward.samples.nonzero()[0].tolist()
-        generations: list[Generation] = [forward.requests[place].tag for place in sampled]
-        samplings = [generation.sampling for generation in generations]
-        generators = [generation.generator for generation in generations]
-        texts: list[Text | None] | None = None
-        if any(sampling.reads_text for sampling in samplings):
-            texts = self._texts(forward, sampled)
-        tokens, logprobs = choose(
-            samplings,
-            logits,
-            texts,
-            generators if any(generators) else None,
-            logprobs=any(generation.logprobs is not None for generation in generations),
-        )
-        self._last_tokens.keep(forward, generations, tokens)
-        return generations, tokens, logprobs
-
-    def _texts(self, forward: Forward, sampled: list[int]) -> list[Text | None]:
-        """The texts of those whose processors read them."""
-        rows, ends = forward.batch.rows.numbers, forward.starts + forward.num_new_tokens
-        return [
-            self._last_tokens.text(forward.requests[place].tag, int(rows[place]), int(ends[place]))
-            if forward.requests[place].tag.sampling.reads_text
-            else None
-            for place in sampled
-        ]
+            if len(forward.requests) > 1:
+                raise
+            self._fail(forward.requests[0].tag, error)
+            return None
 
     def _read(self) -> None:
         """Wait for the tokens of the oldest round that is launched, and see who has come to an end."""
@@ -280,14 +253,12 @@ class ServingLoop:
         read = launched.read()
         self._launched.popleft()
         ended: list[Request] = []
-        failures: list[Exception] = []
         for generation, token, logprob in read:
             if generation.is_finished:  # before this round was read
                 continue
             try:
                 reason = generation.take(token, logprob)
             except Exception as error:  # of a criterion of the user
-                failures.append(error)
                 self._fail(generation, error)
                 continue
             if reason is not None:
@@ -295,8 +266,6 @@ class ServingLoop:
                 generation.finish_reason = reason
             self._events.append(Event(generation, [token], reason))
         self._scheduler.complete(launched.round, ended)
-        if failures:
-            raise failures[0]
 
     def _fail(self, generation: Generation, error: Exception) -> None:
         self._scheduler.cancel(generation.request)
