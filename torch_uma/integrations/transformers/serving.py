@@ -100,6 +100,8 @@ class ServingLoop:
             host_memory=host_memory,
             costs=costs,
         )
+        if traits.max_positions is not None:  # the last token of a text is never fed
+            self._scheduler.max_request_tokens = min(self._scheduler.max_request_tokens, traits.max_positions + 1)
         self._last_tokens = LastTokens(pool)
         self._forwards = Forwards(model, pool, traits, self._last_tokens, self._compiled)
         self._launched: deque[Launched] = deque()

@@ -9,14 +9,17 @@ import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch_uma.errors import PlanError, SequenceError
+import torch
+
+from torch_uma.errors import PlanError
 from torch_uma.integrations.transformers.attention import NAME, is_used
-from torch_uma.integrations.transformers.cache import UnifiedCache
 from torch_uma.integrations.transformers.made_for import check_made_for, config_of
+from torch_uma.integrations.transformers.origin import text_config_of
 from torch_uma.integrations.transformers.prompt import REFERENCE
 from torch_uma.integrations.transformers.stores import parts_of_memory
+from torch_uma.integrations.transformers.trial import try_together
 from torch_uma.integrations.transformers.versions import cache_argument
-from torch_uma.layout import Chunk, Layer, State
+from torch_uma.layout import Chunk, State
 
 if TYPE_CHECKING:
     from torch_uma.pool import CachePool
@@ -28,17 +31,21 @@ class Traits:
 
     `packed`: sequences may take unequally many new tokens in one forward. `even`: the sequences of a forward must hold
     equally many. `cache_argument`: how its forward calls a cache. `keeps_logits`: it can be told for which tokens to
-    compute logits.
+    compute logits. `max_positions`: tokens for which it has learnt where they are; None if it can count on.
     """
 
     packed: bool
     even: bool
     cache_argument: str
     keeps_logits: bool
+    max_positions: int | None
 
 
 def traits_of(model: Any, pool: CachePool) -> Traits:
-    """What the model allows; PlanError for one that a loop cannot serve over this pool, with the reason."""
+    """What the model allows; PlanError or SequenceError for one that a loop cannot serve over this pool, and why.
+
+    A few forwards try it out the first time, for which it synchronises.
+    """
     _check_generates(model)
     check_made_for(pool, model)
     layers, in_place = pool.plan.layers, _is_in_place(pool)
@@ -55,11 +62,13 @@ def traits_of(model: Any, pool: CachePool) -> Traits:
         )
     argument = cache_argument(model.forward)
     assert argument is not None
+    together = try_together(model, pool)
     return Traits(
-        packed=_can_pack(pool),
-        even=_has_groups(layers) or (not in_place and _has_blocks(layers)),
+        packed=together.packed,
+        even=not together.uneven,
         cache_argument=argument,
         keeps_logits="logits_to_keep" in inspect.signature(model.forward).parameters,
+        max_positions=_max_positions(model),
     )
 
 
@@ -95,20 +104,12 @@ def _is_in_place(pool: CachePool) -> bool:
     return not attends or is_used(config_of(pool))
 
 
-def _can_pack(pool: CachePool) -> bool:
-    try:
-        UnifiedCache._check_packed(pool, [1, 2])
-    except SequenceError:
-        return False
-    return True
-
-
-def _has_groups(layers: tuple[Layer, ...]) -> bool:
-    """Whether any layer makes one entry of a group of tokens, which ends in the same step for all rows."""
-    return any(memory.tokens_per_entry > 1 for layer in layers for memory in layer.memories)
-
-
-def _has_blocks(layers: tuple[Layer, ...]) -> bool:
-    """Whether any layer chooses blocks of keys, which begin with column 0 of each row."""
-    rows = (row for layer in layers for memory in layer.memories for row in memory.rows)
-    return any(row.name == "index_key" and len(row.shape) > 1 for row in rows)
+def _max_positions(model: Any) -> int | None:
+    """Behind the last of them a forward is an error, on a GPU one that ends the process: it must not come to that."""
+    config = text_config_of(model)
+    limit = getattr(config, "max_position_embeddings", None)
+    has_learnt = any(
+        isinstance(module, torch.nn.Embedding) and ("position" in name or name.endswith("wpe"))
+        for name, module in model.named_modules()
+    )
+    return int(limit) if limit and has_learnt else None
