@@ -23,6 +23,7 @@ from torch_uma.offload import Offloaded
 from torch_uma.placement import Quote
 from torch_uma.plan import Plan, plan
 from torch_uma.pool import CachePool
+from torch_uma.scheduling import Scheduler
 from torch_uma.sequence import Sequence
 from torch_uma.stats import Stats
 
@@ -58,6 +59,7 @@ __all__ = [
     "ProcessorError",
     "Quote",
     "Row",
+    "Scheduler",
     "Sequence",
     "SequenceError",
     "ServingLoop",

@@ -358,12 +358,12 @@ class Scheduler:
             request.decode()
             self._stats.host_bytes -= num_bytes
         self._decoding.join(decision.resumed)
-        self._decoding.settle()
         sequences = self.pool.add_many(request.num_to_run for request in decision.admitted)
         for request, sequence in zip(decision.admitted, sequences, strict=True):
             self._waiting.take(request)
             request.sequence, request.state = sequence, "running"
             bisect.insort(self._prompts, request, key=lambda other: other.rank)
+        self._decoding.settle()  # once nothing moves any more
         forwards = [*self._prompt_forwards(decision.chunks), *self._decoding.forwards(is_even=self._is_even)]
         if not forwards:  # there is nothing to be completed
             self._abandoned.add(self._clock.round)
