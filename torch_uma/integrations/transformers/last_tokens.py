@@ -30,17 +30,6 @@ class LastTokens:
         self._owners: list[Generation | None] = [None] * pool.tables.num_rows
         self._held: Rows | None = None  # rows all of which are known to be held by their owners
 
-    def lacks(self, forward: Forward) -> bool:
-        """Whether a forward is fed a token that neither the host knows nor this holds: it is still to be read."""
-        if forward.batch.rows is self._held:
-            return False
-        ends = (forward.starts + forward.num_new_tokens).tolist()
-        rows = forward.batch.rows.numbers.tolist()
-        return any(
-            end > request.tag.num_tokens and self._owners[row] is not request.tag
-            for request, end, row in zip(forward.requests, ends, rows, strict=True)
-        )
-
     def feed(self, forward: Forward, batch: Batch) -> Tensor:
         """[rows of `batch`, 1] int64, the last tokens of a decode step; `batch` may have other sequences behind it."""
         rows = forward.batch.rows

@@ -237,8 +237,6 @@ class ServingLoop:
 
     def _run(self, forward: Forward) -> Tensor | None:
         """The logits of a forward; None where none are wanted, or its only request made it fail."""
-        while self._launched and self._last_tokens.lacks(forward):
-            self._read()
         try:
             return self._forwards.run(forward)
         except TorchUmaError:  # no request is to blame for that
