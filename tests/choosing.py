@@ -57,7 +57,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "encoder repetition": {"encoder_repetition_penalty": 1.6},
     "encoder ngrams": {"encoder_no_repeat_ngram_size": 2},
     "bad words": {"bad_words_ids": [[t] for t in range(3, 250, 3)]},
-    "bad phrases": {"bad_words_ids": [[5], *([i, j] for i in range(0, 60) for j in range(0, 8))]},
+    "bad phrases": {"bad_words_ids": [[5], *([i, j] for i in range(60) for j in range(8))]},
     "bias": {"sequence_bias": {(7,): 4.0, (11,): -3.5}},
     "biased phrase": {"sequence_bias": {(7,): 3.0, (7, 8): 9.0, (7, 8, 9): 11.0}},
     "suppressed": {"suppress_tokens": list(range(0, 250, 2))},

@@ -42,6 +42,8 @@ _NOT_SERVED = {
 }
 """Fields of a GenerationConfig that a loop has no part in, and what to do instead."""
 
+_ONE_BY_DEFAULT = ("num_beams", "num_return_sequences", "guidance_scale")
+
 _NOT_TAKEN = {
     "assistant_model": "call model.generate() for it",
     "custom_generate": "call model.generate() for it",
@@ -92,6 +94,7 @@ def _check_names(overrides: dict[str, Any]) -> None:
     for name, value in overrides.items():
         if name in _NOT_TAKEN and value is not None:
             raise PlanError(f"a request does not take {name!r}: {_NOT_TAKEN[name]}")
+        _check_option(name, value)
         if name not in known and name not in _LISTS and name not in _NOT_TAKEN:
             raise PlanError(
                 f"a request has no option {name!r}; it takes the fields of a GenerationConfig, and {', '.join(_LISTS)}"
@@ -99,13 +102,18 @@ def _check_names(overrides: dict[str, Any]) -> None:
 
 
 def _check_served(config: GenerationConfig) -> None:
-    for name, instead in _NOT_SERVED.items():
-        value = getattr(config, name, None)
-        if value is not None and value is not False and (value is True or value != 1):
-            raise PlanError(f"{name}={value!r} is not served in a loop: {instead}")
+    for name in _NOT_SERVED:
+        _check_option(name, getattr(config, name, None))
     mode = config.get_generation_mode()
     if mode not in ("greedy_search", "sample"):
         raise PlanError(f"{mode.value.replace('_', ' ')} is not served in a loop: {_ALONE}")
+
+
+def _check_option(name: str, value: Any) -> None:
+    """Raise PlanError if a loop has no part in the option, and its value is not one that stands for nothing."""
+    is_nothing = value is None or value is False or (name in _ONE_BY_DEFAULT and value == 1)
+    if name in _NOT_SERVED and not is_nothing:
+        raise PlanError(f"{name}={value!r} is not served in a loop: {_NOT_SERVED[name]}")
 
 
 def _strings(
