@@ -1,10 +1,10 @@
-"""Requests over time through little memory: retracted both ways, preempted, cancelled; every answer is that of one alone."""
+"""Requests over time through little memory: retracted both ways, preempted, cancelled, and each gets its own tokens."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import models
@@ -36,7 +36,7 @@ class Ask:
     lasts: int | None
 
 
-@lru_cache(maxsize=None)
+@cache
 def asks() -> tuple[Ask, ...]:
     draw = random.Random(SEED)
     made, now = [], 0
@@ -58,12 +58,12 @@ def asks() -> tuple[Ask, ...]:
     return tuple(made)
 
 
-@lru_cache(maxsize=None)
+@cache
 def model_of(kind: str) -> Any:
     return models.build(kind, attention=ATTENTION[kind])
 
 
-@lru_cache(maxsize=None)
+@cache
 def alone(kind: str, number: int) -> tuple[int, ...]:
     """The tokens of `generate()` for the prompt of this number alone, with the default cache."""
     model, ask = model_of(kind), asks()[number]
