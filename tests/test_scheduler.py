@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from pools import KINDS, layer, make_pool, snapshot
+from pools import layer, make_pool, snapshot
 from scheduling import Loop
 
 from torch_uma.errors import ClosedError, OutOfMemory, PlanError, SequenceError, ThreadError
