@@ -9,7 +9,7 @@ import models
 import torch
 import zoo
 from tiny_models import PAD, TIE_MARGIN, prompts
-from tokenizers import Regex, Tokenizer, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -83,8 +83,9 @@ def assert_all_free(pool: CachePool) -> None:
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """A token for each of 256 characters, and padding in front."""
-    words = {chr(0x100 + i): i for i in range(256)} | {"<pad>": PAD}
+    """A token for each of 256 characters, those among them that transformers looks for, and padding in front."""
+    words = {chr(0x61 + i if i < 26 else 0x100 + i): i for i in range(256)} | {"<pad>": PAD}
     made = Tokenizer(WordLevel(words, unk_token="<pad>"))
     made.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    made.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", padding_side="left")
