@@ -47,6 +47,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--max-body-bytes", type=int, default=1 << 20, help="of an HTTP request (%(default)s)")
     parser.add_argument("--overlap", action="store_true", help="launch a step before the one before has been read")
     parser.add_argument("--compile", action="store_true", help="decode by torch.compile")
+    parser.add_argument("--log-level", default="info", help="of uvicorn (%(default)s)")
     parser.add_argument("--host", default="127.0.0.1", help="(%(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="(%(default)s)")
     return parser
@@ -93,7 +94,9 @@ def serve(given: argparse.Namespace) -> None:
             max_answers=given.max_answers,
             max_body_bytes=given.max_body_bytes,
         )
-        uvicorn.run(app, host=given.host, port=given.port, timeout_graceful_shutdown=SHUTDOWN_SECONDS)
+        uvicorn.run(
+            app, host=given.host, port=given.port, timeout_graceful_shutdown=SHUTDOWN_SECONDS, log_level=given.log_level
+        )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -29,6 +29,7 @@ from tiny_models import assert_same_tokens
 
 import torch_uma
 from torch_uma import ServingLoop
+from torch_uma.integrations.transformers import Event
 
 torch.set_num_threads(1)
 
@@ -55,6 +56,19 @@ def reference(name: str, ids: tuple[int, ...], num_new_tokens: int, seed: int | 
     tokens = model_of(name, "eager").generate(**inputs, **options)[0, len(ids) :].tolist()
     assert isinstance(tokens, list)
     return tokens
+
+
+class MovedLoop(ServingLoop):
+    """Pages lie somewhere else after every step, and the books are checked."""
+
+    num_steps = 0
+
+    def step(self) -> list[Event]:
+        events = super().step()
+        self.num_steps += 1
+        torch_uma.testing.scramble(self.pool, self.num_steps)
+        self.pool.check()
+        return events
 
 
 class Server:
@@ -87,7 +101,7 @@ class Server:
         self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=SECONDS)
 
     def _make_loop(self, options: dict[str, Any]) -> ServingLoop:
-        loop = ServingLoop(self.model, **options)
+        loop = MovedLoop(self.model, **options)
         torch_uma.testing.poison(loop.pool)
         self.loops.append(loop)
         return loop
@@ -125,7 +139,7 @@ class Server:
         """Wait until nothing is running or waiting; then nothing may be in the arena."""
         self.until(lambda: (report := self.arena())["num_running"] + report["num_waiting"] == 0)
         report = self.arena()
-        assert report["live_bytes"] == report["quarantined_bytes"] == 0
+        assert report["live_bytes"] == report["quarantined_bytes"] == report["num_leases"] == 0
         assert all(band["live_pages"] == 0 for band in report["bands"])
 
     def reference(self, prompt: str | list[int], num_new_tokens: int, **how: Any) -> list[int]:
@@ -243,6 +257,8 @@ def test_a_chat_is_what_generate_says_behind_the_template(server: Server) -> Non
     )
     (choice,) = answer.choices
     server.check(CHAT, ids_of(choice), choice.message.content or "", 30)
+    turn: list[Any] = [*MESSAGES, choice.message, {"role": "user", "content": "And then?"}]
+    server.client.chat.completions.create(model="gpt_oss", messages=turn, max_tokens=1)
     assert (answer.object, choice.message.role) == ("chat.completion", "assistant")
     assert answer.usage is not None and answer.usage.prompt_tokens == len(TOKENIZER(CHAT).input_ids)
     short = server.client.chat.completions.create(
@@ -295,6 +311,14 @@ def test_what_a_request_does_not_say_is_sampled_as_openai_does(server: Server) -
     assert ids_of(answer.choices[0]) == server.reference("dice", 20, seed=5, **how)
     others = [server.client.completions.create(model="gpt_oss", prompt="dice", max_tokens=20) for _ in range(2)]
     assert others[0].choices[0].text != others[1].choices[0].text
+
+
+@pytest.mark.parametrize("temperature", [0, 1e-38])
+def test_no_temperature_to_speak_of_is_greedy(server: Server, temperature: float) -> None:
+    answer = server.client.completions.create(
+        model="gpt_oss", prompt="cold", max_tokens=5, temperature=temperature, extra_body=IDS
+    )
+    server.check("cold", ids_of(answer.choices[0]), answer.choices[0].text, 5)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -395,6 +419,8 @@ LIMITS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"stream": True, "stream_options": {"include": 1}}, "stream_options.include", "not supported"),
     ({"echo": True}, "echo", "not supported"),
     ({"frequency_penalty": 0.5}, "frequency_penalty", "not supported"),
+    ({"prompt": "\ud800"}, "prompt", "no Unicode"),
+    ({"\ud800": 1}, None, "unicode"),
     ({"model": "gpt-5"}, "model", "there is no model 'gpt-5'"),
 ]
 
@@ -456,7 +482,13 @@ def test_what_asks_for_nothing_is_taken(server: Server) -> None:
 
 @pytest.mark.parametrize(
     ("body", "status", "reason"),
-    [(b"{", 400, "not JSON"), (b"[1]", 400, "dictionary"), (b"", 400, "required"), (b"a" * 20_001, 413, "20000 bytes")],
+    [
+        (b"{", 400, "not JSON"),
+        (b"[1]", 400, "dictionary"),
+        (b"", 400, "required"),
+        (b"[" * 9999, 400, "body"),
+        (b"a" * 20_001, 413, "20000 bytes"),
+    ],
 )
 def test_bodies_that_are_none(body: bytes, status: int, reason: str) -> None:
     with serving(max_body_bytes=20_000) as server:
@@ -540,7 +572,7 @@ def test_a_failing_loop_is_told_to_everybody(
         with pytest.raises(urllib.error.HTTPError) as caught:
             server.get("/health")
         assert caught.value.code == 503 and b"the device fell off" in caught.value.read()
-        assert server.metric("torch_uma_requests_total", outcome="failed") == 1
+        assert server.metric("torch_uma_requests_total", outcome="failed") == 2
         assert server.loops[0].pool.closed
         assert "RuntimeError: the device fell off" in capsys.readouterr().err  # where the operator looks
 

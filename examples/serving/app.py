@@ -13,7 +13,6 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, Response
-from jinja2 import TemplateError
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from transformers import GenerationConfig
@@ -22,10 +21,12 @@ from serving.call import Call
 from serving.connection import BodyLimit, EventStream, while_connected
 from serving.engine import Engine
 from serving.errors import ApiError, refusal_of
+from serving.prompts import Prompts
 from serving.replies import ChatForm, CompletionForm, Reply
 from serving.schema import Ask, ChatAsk, CompletionAsk
 
 DEFAULT_NEW_TOKENS = 16  # of a completion; the answer of a chat may be as long as there is room
+LEAST_TEMPERATURE = 1e-3  # logits over less could be too large for a number
 PAGE = Path(__file__).with_name("page.html")
 
 
@@ -58,20 +59,8 @@ def make_app(
 
     app = FastAPI(lifespan=lifespan, openapi_url=None)
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes)
+    to_tokens = Prompts(tokenizer)
     started = int(time.time())
-
-    def encoded(ask: CompletionAsk) -> list[list[int]]:
-        return [tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt for prompt in ask.prompts]
-
-    def templated(ask: ChatAsk) -> list[int]:
-        messages = [message.for_template() for message in ask.messages]
-        try:
-            text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        except (TemplateError, ValueError) as error:
-            message = f"the model's chat template does not take these messages: {error}"
-            raise ApiError(400, message, param="messages") from error
-        tokens: list[int] = tokenizer(text, add_special_tokens=False).input_ids
-        return tokens
 
     def check(ask: Ask, prompts: Sequence[list[int]], num_new_tokens: int) -> None:
         param = "messages" if isinstance(ask, ChatAsk) else "prompt"
@@ -97,15 +86,11 @@ def make_app(
         logprobs: bool,
         form: CompletionForm,
     ) -> Response:
-        try:
-            check(ask, prompts, num_new_tokens)
-            options = {"max_new_tokens": num_new_tokens, "logprobs": logprobs, **sampling(ask, defaults)}
-            each = [prompt for prompt in prompts for _ in range(ask.n)]
-            call = Call(each, options, seed=ask.seed, stops=ask.stops)
-            await engine.submit(call)
-        except ApiError:
-            engine.metrics.requests.labels("refused").inc()
-            raise
+        check(ask, prompts, num_new_tokens)
+        options = {"max_new_tokens": num_new_tokens, "logprobs": logprobs, **sampling(ask, defaults)}
+        each = [prompt for prompt in prompts for _ in range(ask.n)]
+        call = Call(each, options, seed=ask.seed, stops=ask.stops)
+        await engine.submit(call)
         reply = Reply(
             call,
             form,
@@ -125,7 +110,7 @@ def make_app(
 
     @app.post("/v1/completions")
     async def completions(ask: CompletionAsk, request: Request) -> Response:
-        prompts = await asyncio.to_thread(encoded, ask)
+        prompts = await asyncio.to_thread(to_tokens.of_completion, ask)
         return await answer(
             request,
             ask,
@@ -137,7 +122,7 @@ def make_app(
 
     @app.post("/v1/chat/completions")
     async def chat(ask: ChatAsk, request: Request) -> Response:
-        prompt = await asyncio.to_thread(templated, ask)
+        prompt = await asyncio.to_thread(to_tokens.of_chat, ask)
         return await answer(
             request,
             ask,
@@ -172,22 +157,22 @@ def make_app(
 
     @app.exception_handler(ApiError)
     async def refuse(_: Request, error: ApiError) -> JSONResponse:
-        return JSONResponse(error.body(), error.status, error.headers)
+        if error.is_refusal:
+            engine.metrics.requests.labels("refused").inc()
+        return error.response()
 
     @app.exception_handler(RequestValidationError)
     async def refuse_invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        engine.metrics.requests.labels("refused").inc()
         return await refuse(request, refusal_of(error))
 
     @app.exception_handler(HTTPException)
     async def refuse_http(request: Request, error: HTTPException) -> JSONResponse:
-        if error.status_code == 413:
-            engine.metrics.requests.labels("refused").inc()
-        return await refuse(request, ApiError(error.status_code, str(error.detail)))
+        refusal = ApiError(error.status_code, str(error.detail))
+        return await refuse(request, refusal) if error.status_code == 413 else refusal.response()
 
     @app.exception_handler(Exception)
-    async def fail(request: Request, error: Exception) -> JSONResponse:
-        return await refuse(request, ApiError(500, f"{type(error).__name__}: {error}"))
+    async def fail(_: Request, error: Exception) -> JSONResponse:
+        return ApiError(500, f"{type(error).__name__}: {error}").response()
 
     return app
 
@@ -195,7 +180,7 @@ def make_app(
 def sampling(ask: Ask, defaults: GenerationConfig) -> dict[str, Any]:
     """How tokens are chosen: what a request does not say is as the model's makers have it, or else as OpenAI has."""
     temperature = next(value for value in (ask.temperature, defaults.temperature, 1.0) if value is not None)
-    if temperature == 0:
+    if temperature < LEAST_TEMPERATURE:
         return {"do_sample": False}
     top_p = next(value for value in (ask.top_p, defaults.top_p, 1.0) if value is not None)
     return {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": defaults.top_k or 0}

@@ -40,6 +40,7 @@ class Report:
 
     stats: Stats
     bands: tuple[BandMap, ...]
+    num_leases: int
     num_running: int
     num_waiting: int
     retractions: dict[str, int]
@@ -57,6 +58,7 @@ class Report:
             "slack_bytes": stats.slack_bytes,
             "sink_bytes": stats.sink_bytes,
             "moved_bytes": stats.moved_bytes,
+            "num_leases": self.num_leases,
             "num_running": self.num_running,
             "num_waiting": self.num_waiting,
             "retractions": self.retractions,
@@ -96,6 +98,7 @@ def report_of(loop: ServingLoop) -> Report:
             )
             for subpool, band in zip(pool.plan.subpools, bands)
         ),
+        num_leases=len(pool.allocator.ledger.leases),
         num_running=len(scheduler.running),
         num_waiting=len(scheduler.waiting),
         retractions={"drop": counters.dropped, "offload": counters.offloaded},

@@ -83,8 +83,7 @@ class Engine:
                 begun.set_result(None)
 
         with self._ask_lock:  # either before the thread has looked for the last time, or refused
-            if self.failure is not None:
-                raise self.failure
+            self._check_alive()
             self._asks.put(begin)
         try:
             await asyncio.shield(asyncio.wrap_future(begun))
@@ -158,8 +157,7 @@ class Engine:
                 self.report, reported = report_of(self._loop), now
 
     def _begin(self, call: Call) -> None:
-        if self.failure is not None:
-            raise self.failure
+        self._check_alive()
         num_waiting = len(self._loop.scheduler.waiting)
         if num_waiting + len(call.prompts) > self._max_waiting:
             message = f"{num_waiting} requests are waiting; {self._max_waiting} may. Ask again later."
@@ -175,6 +173,11 @@ class Engine:
             self._drop(call)
             raise
         self.metrics.prompt_tokens.inc(sum(map(len, call.prompts)))
+
+    def _check_alive(self) -> None:
+        if self.failure is not None:
+            self.metrics.requests.labels("failed").inc()
+            raise self.failure
 
     def _take(self, event: Event, now: float) -> None:
         answer = self._answers.get(event.generation)

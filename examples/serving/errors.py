@@ -7,6 +7,7 @@ from itertools import takewhile
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
 
 
 class ApiError(Exception):
@@ -28,9 +29,20 @@ class ApiError(Exception):
         code: str | None = None,
         retry_seconds: int | None = None,
     ) -> None:
+        message = _printable(message)
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        self.status, self.message, self.code = status, message, code
+        self.param = None if param is None else _printable(param)
         self.headers = None if retry_seconds is None else {"Retry-After": str(retry_seconds)}
+
+    @property
+    def is_refusal(self) -> bool:
+        """Whether it is about what was asked, and when, and nothing has failed."""
+        return self.status < 500 or self.headers is not None
+
+    def response(self) -> JSONResponse:
+        """The HTTP response that says it."""
+        return JSONResponse(self.body(), self.status, self.headers)
 
     def body(self) -> dict[str, Any]:
         kind = "invalid_request_error" if self.status < 500 else "server_error"
@@ -56,6 +68,11 @@ def refusal_of(invalid: RequestValidationError) -> ApiError:
         return ApiError(400, f"{param} is none of {', '.join(map(str, dict.fromkeys(forms)))}", param=param)
     reason = first["msg"].removeprefix("Value error, ")
     return ApiError(400, reason if param is None else f"{param}: {reason}", param=param)
+
+
+def _printable(text: str) -> str:
+    """JSON can hold halves of characters, which no response can."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _dotted(place: Sequence[int | str]) -> str:

@@ -61,6 +61,7 @@ class Watched(Collector):
             retractions.add_metric([way], count)
         yield retractions
         yield GaugeMetricFamily("torch_uma_host_bytes", "Of retracted requests, in host memory", report.host_bytes)
+        yield GaugeMetricFamily("torch_uma_leases", "Of pages of the arena that are read or written", report.num_leases)
         stats = report.stats
         arena = GaugeMetricFamily("torch_uma_arena_bytes", "Bytes of the arena, by kind", labels=["kind"])
         for kind in ("capacity", "live", "hole", "quarantined", "gap", "slack", "sink"):

@@ -12,6 +12,7 @@ from serving.call import Call, Piece
 from serving.errors import ApiError
 
 Json = dict[str, Any]
+LEAST_LOGPROB = -9999.0  # JSON has no infinity
 
 
 class Token(NamedTuple):
@@ -158,7 +159,10 @@ class Reply:
         self._lengths[piece.place] += len(piece.text)
         if piece.logprobs is None:
             return None
-        return [Token(self._decode([token]), value, offset) for token, value in zip(piece.tokens, piece.logprobs)]
+        return [
+            Token(self._decode([token]), max(LEAST_LOGPROB, value), offset)
+            for token, value in zip(piece.tokens, piece.logprobs)
+        ]
 
     def _usage(self) -> Json:
         prompt, new = self._num_prompt_tokens, self._num_new_tokens

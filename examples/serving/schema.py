@@ -19,7 +19,7 @@ IGNORED = (
     "prompt_cache_key",
     "prompt_cache_retention",
 )
-# What is not supported, and the value with which it asks for nothing; null does so everywhere.
+# What is not supported, and the value with which it asks for nothing.
 NEUTRAL: dict[str, Any] = {
     "echo": False,
     "best_of": 1,
@@ -40,6 +40,14 @@ class Strict(BaseModel):
     """No field is converted, and none is passed over in silence."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _given(cls, fields: Any) -> Any:
+        """Null is as good as nothing: clients send back what they were sent."""
+        return (
+            {name: value for name, value in fields.items() if value is not None} if isinstance(fields, dict) else fields
+        )
 
 
 class StreamOptions(Strict):
@@ -63,13 +71,14 @@ class Ask(Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_what_asks_for_nothing(cls, fields: Any) -> Any:
+    def _asking(cls, fields: Any) -> Any:
+        """Without what asks for nothing."""
         if not isinstance(fields, dict):
             return fields
         return {
             name: value
             for name, value in fields.items()
-            if value is not None and name not in IGNORED and (name not in NEUTRAL or value != NEUTRAL[name])
+            if name not in IGNORED and (name not in NEUTRAL or value != NEUTRAL[name])
         }
 
     @model_validator(mode="after")
