@@ -76,7 +76,7 @@ class Server:
 
     def __init__(self, name: str = "gpt_oss", *, max_waiting: int = 256, max_body_bytes: int = 1 << 20, **options: Any):
         self.name, self.model = name, model_of(name)
-        self.loops: list[ServingLoop] = []
+        self.loops: list[MovedLoop] = []
         self.engine = Engine(
             partial(self._make_loop, {"memory": "2MiB", "page_size": 4} | options),
             decode,
@@ -100,7 +100,7 @@ class Server:
         self.url = f"http://127.0.0.1:{self.port}"
         self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=SECONDS)
 
-    def _make_loop(self, options: dict[str, Any]) -> ServingLoop:
+    def _make_loop(self, options: dict[str, Any]) -> MovedLoop:
         loop = MovedLoop(self.model, **options)
         torch_uma.testing.poison(loop.pool)
         self.loops.append(loop)
@@ -108,6 +108,9 @@ class Server:
 
     def close(self) -> None:
         self.client.close()
+        self.stop()
+
+    def stop(self) -> None:
         self.uvicorn.should_exit = True
         self.thread.join(SECONDS)
         assert not self.thread.is_alive()
@@ -606,6 +609,23 @@ def test_shutting_down_ends_answers_and_closes_the_pool() -> None:
     assert not any(thread.name == "engine" and thread is server.engine._thread for thread in threading.enumerate())
 
 
+def test_a_server_that_stops_does_not_wait_for_its_answers() -> None:
+    with serving() as server:
+        left = [
+            server.client.completions.create(model="gpt_oss", prompt="a", max_tokens=390, stream=True, n=16, seed=seed)
+            for seed in range(3)
+        ]
+        for stream in left:
+            next(iter(stream))
+        began = time.monotonic()
+        server.stop()
+        assert 1 < time.monotonic() - began < SECONDS / 2  # a second is what they are given
+        assert server.loops[0].pool.closed and server.engine.failure is not None
+        for stream in left:
+            with pytest.raises(openai.APIError):
+                list(stream)
+
+
 def test_an_engine_whose_loop_cannot_be_made_says_so() -> None:
     with pytest.raises(torch_uma.PlanError):
         Engine(lambda: ServingLoop(model_of("gpt_oss"), memory=100), decode, Metrics())
@@ -633,6 +653,16 @@ def test_metrics_say_what_happened() -> None:
         assert sum(kinds) == server.metric("torch_uma_arena_bytes", kind="capacity") == 2 << 20
         assert server.metric("torch_uma_subpool_bytes", subpool="full", kind="peak") > 0
         assert server.metric("torch_uma_subpool_bytes", subpool="window_24", kind="live") == 0
+
+
+def test_a_loop_with_nothing_to_do_sleeps(server: Server) -> None:
+    server.client.completions.create(model="gpt_oss", prompt="abc", max_tokens=5)
+    server.until_empty()
+    time.sleep(0.1)
+    num_steps, spent = server.loops[0].num_steps, time.process_time()
+    time.sleep(0.5)
+    assert server.loops[0].num_steps == num_steps
+    assert time.process_time() - spent < 0.25
 
 
 def test_retractions_are_counted() -> None:
