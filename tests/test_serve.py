@@ -330,6 +330,7 @@ def test_an_answer_ends_before_a_stop_string(server: Server, stream: bool) -> No
     text = decode(tokens)
     stop = text[11:14]
     assert text.index(stop) == 11
+    num_cancelled = server.loops[0].scheduler.stats().cancelled
     asked: dict[str, Any] = {"model": "gpt_oss", "prompt": "stop here", "max_tokens": 60, "temperature": 0}
     answer = server.client.completions.create(**asked, stop=["not in there", stop], stream=stream, extra_body=IDS)
     choices = [choice for part in (answer if stream else [answer]) for choice in part.choices]
@@ -337,6 +338,7 @@ def test_an_answer_ends_before_a_stop_string(server: Server, stream: bool) -> No
     assert choices[-1].finish_reason == "stop"
     seen = [token for choice in choices for token in ids_of(choice)]
     assert seen == tokens[: len(seen)] and stop in decode(seen) and stop not in decode(seen[:-1])
+    assert server.loops[0].scheduler.stats().cancelled == num_cancelled + 1  # it does not go on unheard
     if not stream:
         assert answer.usage.completion_tokens == len(seen)
 

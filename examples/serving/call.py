@@ -52,7 +52,7 @@ class Call:
         while num_open:
             piece = await self._pieces.get()
             if isinstance(piece, ApiError):
-                raise piece
+                raise piece.with_traceback(None)  # others are told the same one
             num_open -= piece.finish_reason is not None
             yield piece
 

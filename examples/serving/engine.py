@@ -54,6 +54,7 @@ class Engine:
         self.metrics = metrics
         self.failure: ApiError | None = None
         self.report: Report
+        self.max_request_tokens: int
         self._asks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._ask_lock = threading.Lock()
         self._is_closing = False
@@ -177,7 +178,7 @@ class Engine:
     def _check_alive(self) -> None:
         if self.failure is not None:
             self.metrics.requests.labels("failed").inc()
-            raise self.failure
+            raise self.failure.with_traceback(None)  # it is raised often, and would remember each time
 
     def _take(self, event: Event, now: float) -> None:
         answer = self._answers.get(event.generation)
