@@ -306,6 +306,10 @@ class Allocator:
             raise PageError(self._explain(ids, subpool))
         return places
 
+    def any_leased(self) -> bool:
+        """Whether there is a live page with a lease that has not ended."""
+        return any((self.tables.owner[lease.places] >= 0).any() for lease in self.ledger.leases)
+
     def is_leased(self, ids: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
         """[n] bool, which of these live ids have a lease that has not ended."""
         if not self.ledger.leases:

@@ -26,6 +26,7 @@ class Lifespans:
         paged, states: indexes of the sub-pools that hold tokens, and of those that hold states.
         window, chunk: [sub-pools] int64 tokens; `NEVER` for what is none.
         full, windows: indexes of the paged sub-pools that keep every token, and of those that keep a window.
+        any_passing: whether there are tokens that are dead as soon as they are there, and so get no page.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -45,7 +46,8 @@ class Lifespans:
         # Where a page holds one token, that of every so many tokens is dead as soon as it is there.
         self._passing = np.where(self.page_tokens == 1, np.where(self.window == 1, 1, self.chunk), NEVER)
         # So few new tokens take at most one page more, which outlives the step, and never leave a gap in front of it.
-        least = 0 if (self._passing < NEVER).any() else 1
+        self.any_passing = bool((self._passing < NEVER).any())
+        least = 0 if self.any_passing else 1
         self.step_tokens = max(least, min((int(self.page_tokens[k]) for k in self.paged), default=NEVER) - 1)
 
     def num_pages(self, k: Int64Array, lengths: Int64Array) -> Int64Array:
