@@ -18,9 +18,11 @@ from torch_uma.errors import (
     TorchUmaError,
 )
 from torch_uma.layout import Chunk, Full, Layer, Memory, Row, State, Window
+from torch_uma.offload import Offloaded
 from torch_uma.placement import Quote
 from torch_uma.plan import Plan, plan
 from torch_uma.pool import CachePool
+from torch_uma.scheduling import Scheduler
 from torch_uma.sequence import Sequence
 from torch_uma.stats import Stats
 
@@ -41,12 +43,14 @@ __all__ = [
     "Layer",
     "LeaseError",
     "Memory",
+    "Offloaded",
     "OutOfMemory",
     "PageError",
     "Plan",
     "PlanError",
     "Quote",
     "Row",
+    "Scheduler",
     "Sequence",
     "SequenceError",
     "State",

@@ -79,6 +79,21 @@ class Allocator:
         self._check_demand(demand)
         return self.room.quote(demand)
 
+    def fits(self, more_pages: Sequence[int]) -> bool:
+        """Say whether so many pages more of each sub-pool than are held now could be had; negative: so many fewer.
+
+        Fewer means that they are released first, any that are not pinned: pinned ones stay, however many are named.
+        Changes nothing. Raises PageError for what is not one whole number for each sub-pool.
+        """
+        try:
+            if len(more_pages) == len(self.bands):
+                return self.room.fits([operator.index(count) for count in more_pages])
+        except TypeError:
+            pass
+        raise PageError(
+            f"pages more or fewer are one whole number for each of {', '.join(self.room.names)}; got {more_pages!r}"
+        )
+
     # Act
 
     def reserve(self, demand: Sequence[int], *, runs: Collection[int] = ()) -> PageArray:
@@ -290,6 +305,13 @@ class Allocator:
         ):
             raise PageError(self._explain(ids, subpool))
         return places
+
+    def is_leased(self, ids: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
+        """[n] bool, which of these live ids have a lease that has not ended."""
+        if not self.ledger.leases:
+            return np.zeros(len(ids), np.bool_)
+        is_leased: npt.NDArray[np.bool_] = self.ledger.counts[self.tables.base_of[ids] + self.tables.v2p[ids]] > 0
+        return is_leased
 
     def stats(self) -> Stats:
         """Where the bytes of the arena are now."""

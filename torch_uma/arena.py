@@ -123,14 +123,20 @@ def staged(numbers: NDArray[np.integer], device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def _allocate(num_bytes: int, device: torch.device | str | None) -> Tensor:
-    """uint8 `[num_bytes]`; on a CPU from numpy, which asks Linux for huge pages: attention reads entries far apart."""
-    wanted = torch.get_default_device() if device is None else torch.device(device)
-    if wanted.type != "cpu":
-        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+def host_memory(num_bytes: int) -> Tensor:
+    """uint8 `[num_bytes]` on the host, from numpy, which asks Linux for huge pages: attention reads entries far apart.
+
+    Begins where a page of the machine's memory does; not cleared.
+    """
     memory = np.empty(num_bytes + _PAGE_BYTES, np.uint8)
     first = -memory.ctypes.data % _PAGE_BYTES
     return torch.from_numpy(memory[first : first + num_bytes])
+
+
+def _allocate(num_bytes: int, device: torch.device | str | None) -> Tensor:
+    """uint8 `[num_bytes]`."""
+    wanted = torch.get_default_device() if device is None else torch.device(device)
+    return host_memory(num_bytes) if wanted.type == "cpu" else torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
 def _checked(out: Tensor, arena_bytes: int, device: torch.device | str | None) -> Tensor:

@@ -150,6 +150,11 @@ class Sequences:
 
     # Rows
 
+    @property
+    def num_free_rows(self) -> int:
+        """Rows that can be taken."""
+        return len(self._free_rows) + len(self._freed)
+
     def add(self, num_tokens: int) -> int:
         """Take a row with room for `num_tokens`; SequenceError without a row, OutOfMemory without the pages."""
         self._need_rows(1)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 from torch_uma.books import Sequences
+from torch_uma.demands import extent_of, shared_cells_of
 from torch_uma.lifespans import spread
 from torch_uma.tables import IdArray, Int64Array
 
@@ -83,17 +84,10 @@ class Growth:
     def _take_many(self, k: Int64Array, column: Int64Array, num_spare: Int64Array | None) -> None:
         """Any number of pages for each pair; there may be gaps, room to be moved behind a gap, pages to be copied."""
         books, lifespans = self._books, self._books.lifespans
-        past, new = self.past[column], self.new[column]
         at = k * len(books.length) + self._rows[column]
-        end = books.flat_end[at]
-        needed = lifespans.first_needed_page(k, np.minimum(new, books.kept[self._rows[column]]))
-        start = np.maximum(end, needed)
-        count = np.maximum(lifespans.num_pages(k, new) - start, 0)
-        # Room reserved ahead that lies in the gap has no tokens to wait for: its pages serve behind the gap instead.
-        filled = lifespans.num_pages(k, past)
-        room = np.clip(np.minimum(end, needed) - filled, 0, count)
+        end, _, start, count, filled, room = extent_of(books, k, self._rows[column], self.new[column])
         origin = books.flat_origin[at]
-        shared_k, shared_cells = shared_cells_of(books, self._rows)
+        shared_k, _, shared_cells = shared_cells_of(books, self._rows)
         taken_k = np.concatenate([np.repeat(k, count - room), shared_k])
         cells = np.concatenate([spread(origin + start + room, count - room), shared_cells])
         order = taken_k.argsort(kind="stable")
@@ -173,25 +167,3 @@ class Growth:
             books.flat_capacity[self._at] = self._old_end * books.lifespans.page_tokens[k]
             books.drop(written[written >= 0])
         books.tables.write_lengths(self._rows, self.past)
-
-
-def shared_cells_of(books: Sequences, rows: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """Sub-pool and cell of every shared page that the next tokens of `rows` will be written into, ordered by sub-pool.
-
-    Where all who refer to a page are among them, the longest keeps it: it writes behind what all of them have there,
-    who get it back if the step is aborted.
-    """
-    suspects = rows[books.may_share[rows]] if books.num_shared else rows[:0]
-    suspects = suspects[(-books.length[suspects]).argsort(kind="stable")]
-    past = books.length[suspects]
-    page_tokens = books.lifespans.page_tokens[:, None]
-    written = past % page_tokens != 0
-    written[list(books.lifespans.states)] = True
-    cells = books.tables.origin[:, suspects] + past // page_tokens
-    k, column = written.nonzero()
-    cells = cells[k, column]
-    ids = books.tables.mirror[cells]
-    shared = books.references[ids] > 1
-    pages, earliest, num_in_step = np.unique(ids, return_index=True, return_counts=True)
-    shared[earliest[num_in_step == books.references[pages]]] = False
-    return k[shared], cells[shared]

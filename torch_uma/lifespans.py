@@ -24,7 +24,7 @@ class Lifespans:
     Attributes:
         page_tokens: [sub-pools] int64; `NEVER` for a state, whose page holds any number of tokens.
         paged, states: indexes of the sub-pools that hold tokens, and of those that hold states.
-        window: [sub-pools] int64 tokens; `NEVER` for what is no window.
+        window, chunk: [sub-pools] int64 tokens; `NEVER` for what is none.
         full, windows: indexes of the paged sub-pools that keep every token, and of those that keep a window.
     """
 
@@ -35,20 +35,32 @@ class Lifespans:
         self.window = np.array(
             [s.lifetime.num_tokens if isinstance(s.lifetime, Window) else NEVER for s in subpools], np.int64
         )
-        self._chunk = np.array(
+        self.chunk = np.array(
             [s.lifetime.num_tokens if isinstance(s.lifetime, Chunk) else NEVER for s in subpools], np.int64
         )
         self.paged = tuple(s.index for s in subpools if not s.is_state)
         self.states = tuple(s.index for s in subpools if s.is_state)
-        self.full = tuple(k for k in self.paged if self.window[k] == NEVER and self._chunk[k] == NEVER)
+        self.full = tuple(k for k in self.paged if self.window[k] == NEVER and self.chunk[k] == NEVER)
         self.windows = tuple(k for k in self.paged if self.window[k] < NEVER)
-        # So few new tokens take at most one page more and never leave a gap in front of it.
-        self.step_tokens = max(1, min((int(self.page_tokens[k]) for k in self.paged), default=NEVER) - 1)
+        # Where a page holds one token, that of every so many tokens is dead as soon as it is there.
+        self._passing = np.where(self.page_tokens == 1, np.where(self.window == 1, 1, self.chunk), NEVER)
+        # So few new tokens take at most one page more, which outlives the step, and never leave a gap in front of it.
+        least = 0 if (self._passing < NEVER).any() else 1
+        self.step_tokens = max(least, min((int(self.page_tokens[k]) for k in self.paged), default=NEVER) - 1)
 
     def num_pages(self, k: Int64Array, lengths: Int64Array) -> Int64Array:
         """Columns that `lengths` tokens reach over, dead ones included."""
         num_pages: Int64Array = -(-lengths // self.page_tokens[k])
         return num_pages
+
+    def num_stored(self, k: Int64Array, start: Int64Array, end: Int64Array, kept: Int64Array | int) -> Int64Array:
+        """How many of the columns `[start, end)` get a page by steps of one token each: those that survive their step.
+
+        In a row that keeps all it needed at the length `kept`, every column from there on does.
+        """
+        passing = self._passing[k]
+        stored: Int64Array = end - start - (np.minimum(end, kept) // passing - np.minimum(start, kept) // passing)
+        return stored
 
     def window_pages(self, k: int) -> int:
         """Pages of what one query reads of a window, wherever it begins within a page."""
@@ -57,14 +69,14 @@ class Lifespans:
 
     def first_needed_page(self, k: Int64Array, lengths: Int64Array) -> Int64Array:
         """First column that a query at position `lengths` reads."""
-        needed = np.maximum(lengths + 1 - self.window[k], lengths - lengths % self._chunk[k])
+        needed = np.maximum(lengths + 1 - self.window[k], lengths - lengths % self.chunk[k])
         pages: Int64Array = needed // self.page_tokens[k]
         return pages
 
     def last_needing(self, k: Int64Array, pages: Int64Array) -> Int64Array:
         """The greatest length at which column `pages` is still needed."""
         end = (pages + 1) * self.page_tokens[k]
-        chunk = self._chunk[k]
+        chunk = self.chunk[k]
         last: Int64Array = np.minimum(end + self.window[k] - 2, -(-end // chunk) * chunk - 1)
         return last
 

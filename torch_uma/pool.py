@@ -23,12 +23,14 @@ from torch_uma.batch import Batch
 from torch_uma.books import Sequences
 from torch_uma.budget import device_of, plan_of
 from torch_uma.counts import whole, whole_or_each
+from torch_uma.demands import longest, step_pages
 from torch_uma.epochs import Epochs
 from torch_uma.errors import ClosedError, LeaseError, OutOfMemory, PageError, PlanError, SequenceError
 from torch_uma.guard import Guard
 from torch_uma.ledger import Lease
 from torch_uma.lifespans import Lifespans
 from torch_uma.multistep import MultiStep
+from torch_uma.offload import Offloaded, offload, restore
 from torch_uma.placement import Quote
 from torch_uma.recount import recount
 from torch_uma.runs import extend_runs, wanted_end
@@ -165,6 +167,29 @@ class CachePool:
         except OutOfMemory as error:
             return error.quote
 
+    def offload(self, sequence: Sequence) -> Offloaded:
+        """Copy what a sequence needs to go on to host memory, states and all, and free it; `restore` makes it anew.
+
+        On CUDA the memory is pinned, and the copy is enqueued on the arena's stream: its pages can be used again at
+        once, and nothing waits. What forks share is copied, and they keep it; room ahead and a past that it keeps are
+        not. Raises SequenceError for a sequence in an open step or with a half-written state, and what torch does where
+        host memory is short; then nothing has changed.
+        """
+        self.sequences.check_whole(np.array([self.idle_row(sequence)]))
+        offloaded = offload(sequence)
+        sequence.free()
+        return offloaded
+
+    def restore(self, offloaded: Offloaded) -> Sequence:
+        """Make a sequence with the content of one that was offloaded, bit by bit; `offloaded` is used up.
+
+        It may come from another pool on the same kind of device, of the same layers and page size. Does not wait.
+        Raises OutOfMemory where `quote` of its tokens says no, SequenceError if all rows are in use, if it is too long
+        for this pool, of other layers or used up; then nothing has changed, and it can still be restored.
+        """
+        self.guard.enter()
+        return restore(offloaded, self)
+
     def batch(self, sequences: Iterable[Sequence]) -> Batch:
         """Keep sequences in the order of a batch's rows: the fast form of what a step takes."""
         self.guard.enter()
@@ -259,6 +284,17 @@ class CachePool:
         step = Step(self, batch, counts_of_rows, self.epoch + 1)
         self._open(step, batch)
         return step
+
+    def quote_step(self, sequences: Batch | Iterable[Sequence], num_new_tokens: int | Iterable[int]) -> Quote:
+        """Say whether `begin` would fit now, at what cost, or what would help. SequenceError as there."""
+        counts = _counts(num_new_tokens)
+        rows = self._whole_batch(sequences).rows.numbers
+        try:
+            counts_of_rows = counts if isinstance(counts, int) else self._counts_of_rows(counts, len(rows))
+            self.sequences.check_columns(longest(self.sequences, rows, counts_of_rows))
+        except OutOfMemory as error:
+            return error.quote
+        return self.allocator.quote(step_pages(self.sequences, rows, counts_of_rows).sum(axis=1).tolist())
 
     def begin_steps(self, sequences: Batch | Iterable[Sequence], num_steps: int) -> MultiStep:
         """Open a multi-step: `num_steps` steps of one token for each sequence, which a graph takes without the host.

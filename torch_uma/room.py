@@ -78,6 +78,13 @@ class Room:
         )
         return Quote(tuple(demand), solution.how, move_bytes)
 
+    def fits(self, more: Sequence[int]) -> bool:
+        """Whether the bands can lie anywhere with so many pages more than they hold, or so many unpinned ones fewer."""
+        pins = self.pins()
+        # A band with pinned pages has pages, and its span reaches over all of them.
+        counts = [max(band.num_held + count, pin is not None) for band, count, pin in zip(self.bands, more, pins)]
+        return lowest_spans(self.grids, counts, pins) is not None
+
     def solve(self, demand: Sequence[int]) -> Solution | None:
         """The cheapest step that fits the demand, or None."""
         spans = [band.span for band in self.bands]

@@ -12,14 +12,15 @@ from __future__ import annotations
 import numpy as np
 
 from torch_uma.books import Sequences
-from torch_uma.growth import Growth, shared_cells_of
+from torch_uma.demands import shared_cells_of
+from torch_uma.growth import Growth
 from torch_uma.lifespans import spread
 from torch_uma.tables import IdArray, Int64Array
 
 
 def demand_of(books: Sequences, rows: Int64Array, num_steps: int) -> Int64Array:
     """[sub-pools] int64 pages that a `Supply` takes, copies of shared ones among them."""
-    shared_k, _ = shared_cells_of(books, rows)
+    shared_k, _, _ = shared_cells_of(books, rows)
     demand: Int64Array = _ahead(books, rows, num_steps).sum(axis=1) + np.bincount(shared_k, minlength=len(books.first))
     return demand
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
-
-from torch_uma.lifespans import spread
+from torch_uma.content import content_of, made_for_content
 
 if TYPE_CHECKING:
     from torch_uma.pool import CachePool
@@ -22,25 +19,7 @@ def transplant(sequences: list[Sequence], pool: CachePool) -> list[Sequence]:
     """
     length, source = sequences[0].length, sequences[0].pool
     assert all(sequence.length == length and sequence.pool is source for sequence in sequences)
-    made = pool.add_many([0] * len(sequences))
-    if not length:
-        return made
-    try:
-        pool.begin(made, length).commit()
-    except BaseException:
-        for sequence in made:
-            sequence.free()
-        raise
-    old_rows, new_rows = (np.array([each.row for each in of]) for of in (sequences, made))
-    for subpool in pool.plan.subpools:
-        k, books = subpool.index, pool.sequences
-        count = books.end[k, new_rows] - books.first[k, new_rows]
-        pages = []
-        for held, rows in ((source.sequences, old_rows), (books, new_rows)):
-            # The columns of the new ones, which hold no more than is needed.
-            ids = held.tables.mirror[spread(held.tables.origin[k, rows] + books.first[k, new_rows], count)]
-            assert (ids >= 0).all()
-            pages.append(torch.from_numpy(held.allocator.v2p[ids].astype(np.int64)).to(pool.device))
-        taken = source.arena.pages(source.plan.subpools[k]).index_select(0, pages[0])
-        pool.arena.pages(subpool).index_copy_(0, pages[1], taken)
+    with made_for_content(pool, len(sequences), length) as made:
+        for old, new in zip(content_of(sequences, length), content_of(made, length)):
+            new.numbers.index_copy_(0, new.places, old.numbers.index_select(0, old.places))
     return made

@@ -1,0 +1,90 @@
+"""A loop without a model: it runs a scheduler's rounds through the pool, and checks what may be expected of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch_uma.pool import CachePool
+from torch_uma.scheduling import Forward, Request, Round, Scheduler
+
+
+@dataclass
+class Loop:
+    """Rounds one after another; with `overlap`, each is scheduled and launched before the last one is completed.
+
+    `stops`: of which request the token of which number (from 1) is its last, besides those that get all they may.
+    """
+
+    scheduler: Scheduler
+    overlap: bool = False
+    stops: dict[Request, int] = field(default_factory=dict)
+    is_checked: bool = True
+
+    def __post_init__(self) -> None:
+        self.pool: CachePool = self.scheduler.pool
+        self.known: dict[Request, int] = {}  # new tokens of each that have arrived
+        self.finished: list[Request] = []
+        self.rounds: list[Round] = []
+        self._in_flight: list[tuple[Round, list[Request]]] = []
+
+    def round(self) -> Round:
+        """Schedule and run one round."""
+        round = self.scheduler.schedule()
+        self.rounds.append(round)
+        if self.is_checked:
+            self._check_round(round)
+        sampled = [request for forward in round.forwards for request in self._launch(forward)]
+        if round:
+            self._in_flight.append((round, sampled))
+        while len(self._in_flight) > (1 if self.overlap and round else 0):
+            self._complete()
+        if self.is_checked:
+            self.pool.check()
+        return round
+
+    def run(self, max_rounds: int) -> int:
+        """Run until all is done; returns after how many rounds."""
+        for number in range(max_rounds):
+            if not self.scheduler:
+                return number
+            self.round()
+        assert not self.scheduler, f"{len(self.scheduler)} requests are not done after {max_rounds} rounds"
+        return max_rounds
+
+    def _launch(self, forward: Forward) -> list[Request]:
+        for request, start, count, samples in zip(
+            forward.requests, forward.starts.tolist(), forward.counts, forward.samples.tolist()
+        ):
+            assert request.sequence is not None and request.sequence.length == start
+            if forward.is_decode:
+                assert count == 1 and samples
+            else:  # every token of its text is known by now
+                known = request.num_prompt_tokens + self.known.get(request, 0)
+                assert start + count <= known and samples == (start + count == known)
+            assert request.num_tokens - samples <= request.max_tokens - 1
+        self.pool.begin(forward.batch, forward.num_new_tokens).commit()
+        return [request for request, samples in zip(forward.requests, forward.samples.tolist()) if samples]
+
+    def _complete(self) -> None:
+        round, sampled = self._in_flight.pop(0)
+        ended = []
+        for request in sampled:
+            if request.is_done:
+                continue
+            known = self.known[request] = self.known.get(request, 0) + 1
+            if known == self.stops.get(request):
+                ended.append(request)
+        finished = self.scheduler.complete(round, ended)
+        for request in finished:
+            assert request.state == "finished"
+            expected = min(request.max_new_tokens, self.stops.get(request, request.max_new_tokens))
+            assert request.num_new_tokens == expected == self.known[request], (request, self.known[request])
+        self.finished += finished
+
+    def _check_round(self, round: Round) -> None:
+        seen: set[Request] = set()
+        for forward in round.forwards:
+            assert len(forward.requests) == len(forward.batch) == len(forward.starts) == len(forward.samples)
+            assert not seen & set(forward.requests)
+            seen |= set(forward.requests)
+            assert all(request.state in ("running", "cancelled") for request in forward.requests)

@@ -1,0 +1,95 @@
+"""How many pages requests will hold in the round to come and in the next ones: the stages that all have to fit.
+
+A stage is one moment, as pages of each sub-pool more than are held now. The first is that of the round's prompts, whose
+forwards count as one; the others are decode steps. A request's share is what it adds to each.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from torch_uma.books import Sequences
+from torch_uma.demands import released_by_step, step_pages
+from torch_uma.lifespans import Lifespans
+from torch_uma.plan import Plan
+from torch_uma.tables import Int64Array
+
+
+class Outlook:
+    """Shares in the stages of a round: its prompts, and then the decode steps `steps`, counted from 1.
+
+    Shares are [1 + len(steps), sub-pools] int64.
+    """
+
+    def __init__(self, plan: Plan, lifespans: Lifespans, steps: tuple[int, ...]) -> None:
+        self.steps = np.array(steps, np.int64)
+        self._plan = plan
+        self._lifespans = lifespans
+        self._every = np.arange(lifespans.num_subpools)[:, None]
+
+    def none(self) -> Int64Array:
+        """The share of nobody."""
+        return np.zeros((1 + len(self.steps), len(self._every)), np.int64)
+
+    def decoding(self, books: Sequences, rows: Int64Array, left: Int64Array) -> Int64Array:
+        """[1 + steps, sub-pools, n] shares of rows that decode, and will for as many as `left` [n] more tokens."""
+        first, end = books.first.take(rows, axis=1), books.end.take(rows, axis=1)
+        new = books.length.take(rows) + np.minimum(self.steps[:, None], left)  # [steps, n]
+        pages = np.maximum(end, self._lifespans.num_pages(self._every, new[:, None]))
+        pages -= self._lifespans.first_needed_page(self._every, new[:, None] - 1)
+        shares = np.zeros((1 + len(self.steps), *end.shape), np.int64)
+        np.subtract(pages, end - first, out=shares[1:])
+        return shares
+
+    def prompt(self, books: Sequences, row: int, num_tokens: int, is_last: bool, left: int) -> Int64Array:
+        """The share of a row that runs `num_tokens` more of its prompt; after the last it decodes, `left` times."""
+        rows = np.array([row])
+        taken = step_pages(books, rows, num_tokens)[:, 0]
+        share = np.repeat(taken[None], 1 + len(self.steps), axis=0)
+        share[1:] -= released_by_step(books, rows, num_tokens)[:, 0]
+        if is_last:
+            share[1:] += self._decoding_after(int(books.length[row]) + num_tokens, left)
+        return share
+
+    def fresh(self, num_tokens: int, num_run: int, left: int) -> Int64Array:
+        """The share of a request that is given room for `num_tokens`, and runs `num_run` of them."""
+        held = np.array(self._plan.demand(num_tokens), np.int64)
+        share = np.repeat(held[None], 1 + len(self.steps), axis=0)
+        np.maximum(share[0], self.fullest(0, num_run), out=share[0])
+        if num_run == num_tokens:
+            share[1:] += self._decoding_after(num_tokens, left)
+        else:
+            np.maximum(share[1:], self._plan.demand(num_run), out=share[1:])
+        return share
+
+    def restored(self, num_tokens: int, left: int) -> Int64Array:
+        """The share of a request that gets back what it had, and decodes from this round on."""
+        share = self.none()
+        share[0] = self._plan.demand(num_tokens)
+        for stage, step in enumerate(np.minimum(self.steps, left).tolist(), 1):
+            share[stage] = self.fullest(num_tokens + step - 1, num_tokens + step)
+        return share
+
+    def fullest(self, past: int, new: int) -> Int64Array:
+        """[sub-pools] pages that a row without room ahead holds while it goes from `past` to `new` tokens."""
+        return fullest(self._lifespans, np.array([past]), np.array([new]))[:, 0]
+
+    def _decoding_after(self, num_tokens: int, left: int) -> Int64Array:
+        """[steps, sub-pools] what a row adds to its `num_tokens` in decode steps that begin with the next round."""
+        held = np.array(self._plan.demand(num_tokens), np.int64)
+        added = np.zeros((len(self.steps), len(held)), np.int64)
+        for stage, step in enumerate(np.minimum(self.steps - 1, left).tolist()):
+            if step > 0:
+                added[stage] = self.fullest(num_tokens + step - 1, num_tokens + step) - held
+        return added
+
+
+def fullest(lifespans: Lifespans, past: Int64Array, new: Int64Array) -> Int64Array:
+    """[sub-pools, n] pages that rows without room ahead hold while they go from `past` to `new` tokens, [n] each."""
+    every = np.arange(lifespans.num_subpools)[:, None]
+    past_end = lifespans.num_pages(every, past)
+    first_new = np.maximum(past_end, lifespans.first_needed_page(every, new))
+    pages: Int64Array = past_end - lifespans.first_needed_page(every, past)
+    pages += np.maximum(0, lifespans.num_pages(every, new) - first_new)
+    pages[list(lifespans.states)] = 1
+    return pages

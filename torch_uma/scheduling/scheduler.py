@@ -1,0 +1,486 @@
+"""The scheduler: which of many requests are in memory, and which forwards are run next.
+
+Owns the order of events in a round. What a request will hold is asked of `outlook`, who has to go is chosen by
+`victims`, who waits is in `waiting` and who decodes in `decoding`. A round is decided purely, as a `Decision` (see
+`deciding`), and then applied, here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
+
+import numpy as np
+
+from torch_uma.counts import whole
+from torch_uma.errors import PlanError, SequenceError
+from torch_uma.memory import parse_bytes
+from torch_uma.placement import Quote
+from torch_uma.refusal import out_of_memory
+from torch_uma.scheduling.costs import Costs
+from torch_uma.scheduling.deciding import Chunk, Decision, Limits, Standing, decide
+from torch_uma.scheduling.decoding import Decoding
+from torch_uma.scheduling.need import Need, need_of
+from torch_uma.scheduling.outlook import Outlook
+from torch_uma.scheduling.request import Clock, Request
+from torch_uma.scheduling.round import Forward, Round
+from torch_uma.scheduling.waiting import Waiting
+
+if TYPE_CHECKING:
+    from torch_uma.pool import CachePool
+
+
+@dataclass(kw_only=True)
+class SchedulerStats:
+    """What a scheduler has done so far, in numbers of requests, tokens, rounds and bytes."""
+
+    rounds: int = 0
+    submitted: int = 0
+    finished: int = 0
+    cancelled: int = 0
+    dropped: int = 0
+    offloaded: int = 0
+    preempted: int = 0
+    resumed: int = 0
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    recomputed_tokens: int = 0
+    host_bytes: int = 0
+    host_bytes_peak: int = 0
+
+
+class Scheduler:
+    """Decides who is in memory and what is run next, for a loop that owns the model and the tokens.
+
+    `submit` requests; then, round for round, `schedule()`, run the forwards of the round, and `complete()` it with
+    those that came to their end. To overlap, schedule and launch the next round before the last one is completed.
+
+    Args:
+        pool: whose memory is given out; others may use it too.
+        max_running: requests in memory at once; by default as many as the pool has rows, and `step_tokens` allow.
+        step_tokens: tokens of all forwards of a round. Who decodes takes one each; prompts come in chunks of the rest.
+        max_request_tokens: the longest request, prompt and answer, that is taken; by default what the pool can hold.
+        chunked: whether prompts may come in chunks; by default not for models that start their states anew then.
+        packed: whether a forward may be over requests with unequally many new tokens: attention "torch_uma", no states.
+        even: whether a forward must be over requests of one length.
+        reserve_steps: after `schedule()`, so many decode steps of all who run, this round's included, are sure to fit.
+        headroom_steps: who is admitted beside others leaves room for so many.
+        host_memory: bytes, or "4GiB", that may be used for requests that are retracted; 0: they are recomputed.
+        costs: what decides between the two.
+        patience_rounds: so many rounds of waiting count as one priority more.
+
+    Raises PlanError for numbers that make no sense, and for a pool that cannot hold one request.
+    """
+
+    def __init__(
+        self,
+        pool: CachePool,
+        *,
+        max_running: int | None = None,
+        step_tokens: int = 2048,
+        max_request_tokens: int | None = None,
+        chunked: bool | None = None,
+        packed: bool = False,
+        even: bool = False,
+        reserve_steps: int = 1,
+        headroom_steps: int = 16,
+        host_memory: int | str = 0,
+        costs: Costs | None = None,
+        patience_rounds: int = 1024,
+    ) -> None:
+        rows = pool.tables.num_rows
+        step_tokens = whole(step_tokens, "step_tokens of a scheduler", least=1, error=PlanError)
+        if max_running is None:
+            max_running = min(rows, step_tokens)
+        max_running = whole(max_running, "max_running of a scheduler", least=1, error=PlanError)
+        if max_running > rows:
+            raise PlanError(
+                f"max_running is {max_running}, but the pool has {rows} rows; make it with max_sequences={max_running}"
+            )
+        if max_running > step_tokens:
+            raise PlanError(
+                f"{max_running} running requests take a token each in every round, more than step_tokens, {step_tokens}"
+                "; raise step_tokens or lower max_running"
+            )
+        reserve_steps = whole(reserve_steps, "reserve_steps of a scheduler", least=1, error=PlanError)
+        headroom_steps = whole(headroom_steps, "headroom_steps of a scheduler", least=1, error=PlanError)
+        self.pool = pool
+        self.costs = costs or Costs()
+        restarted = any(layer.restarted_by for layer in pool.plan.layers)
+        self._limits = Limits(
+            max_running=max_running,
+            step_tokens=step_tokens,
+            host_bytes=0 if host_memory == 0 else parse_bytes(host_memory),
+            is_chunked=not restarted if chunked is None else chunked,
+            num_reserved=reserve_steps,
+        )
+        if restarted and self._limits.is_chunked:
+            name = next(layer.restarted_by for layer in pool.plan.layers if layer.restarted_by)
+            raise PlanError(f"{name} starts its states anew in every forward of several tokens; leave chunked= out")
+        self._is_packed, self._is_even = packed, even
+        steps = tuple(range(1, reserve_steps + 1))
+        if headroom_steps > reserve_steps:
+            steps += (headroom_steps,)
+        self._outlook = Outlook(pool.plan, pool.sequences.lifespans, steps)
+        self._clock = Clock()
+        self._waiting = Waiting(
+            self._clock, whole(patience_rounds, "patience_rounds of a scheduler", least=1, error=PlanError)
+        )
+        self._decoding = Decoding(pool, self._clock)
+        self._prompts: list[Request] = []  # who runs a prompt, by rank
+        self._through: list[Request] = []  # whose prompt the last round has run to its end
+        self._given: list[Request] = []  # who has been given all tokens, but not completed
+        self._leaving: list[Request] = []  # who is done, and is let go of before the next round
+        self._completed = 0
+        self._abandoned: set[int] = set()
+        self._num_unfinished = 0
+        self._stats = SchedulerStats()
+        self.max_request_tokens = self._longest(max_request_tokens)
+
+    # Ask
+
+    def quote(self, num_prompt_tokens: int, max_new_tokens: int) -> Need:
+        """Say what a request would need at its fullest, whether it can ever be had, and whether its prompt fits now."""
+        self.pool.guard.enter()
+        prompt, new = _lengths(num_prompt_tokens, max_new_tokens)
+        fits_tables = prompt <= self.pool.tables.max_tokens
+        return self._need(prompt + new, self.pool.quote(prompt) if fits_tables else None)
+
+    @property
+    def waiting(self) -> tuple[Request, ...]:
+        """Requests that wait, those that were retracted included, in the order in which they would be served."""
+        return tuple(self._waiting)
+
+    @property
+    def running(self) -> tuple[Request, ...]:
+        """Requests in memory."""
+        requests = (*self._prompts, *self._through, *self._decoding.requests)
+        return tuple(request for request in requests if request.state == "running" and request.sequence is not None)
+
+    def __len__(self) -> int:
+        return self._num_unfinished
+
+    def __bool__(self) -> bool:
+        return self._num_unfinished > 0
+
+    def stats(self) -> SchedulerStats:
+        """What has been done so far."""
+        return SchedulerStats(**vars(self._stats))
+
+    # Act
+
+    def submit(self, num_prompt_tokens: int, max_new_tokens: int, *, priority: int = 0, tag: Any = None) -> Request:
+        """Take a request; the higher priority is served first, and may take the memory of a lower one.
+
+        Raises SequenceError for lengths that make no sense or are beyond `max_request_tokens`, OutOfMemory for one that
+        the arena could not hold if it were alone.
+        """
+        self.pool.guard.enter()
+        prompt, new = _lengths(num_prompt_tokens, max_new_tokens)
+        priority = whole(priority, "the priority of a request", least=-(1 << 31), error=SequenceError)
+        if prompt + new > self.max_request_tokens:
+            self._refuse(prompt, new)
+        self._stats.submitted += 1
+        self._num_unfinished += 1
+        request = Request(self._clock, prompt, new, priority, tag, self._stats.submitted)
+        self._waiting.put(request)
+        return request
+
+    def cancel(self, request: Request) -> None:
+        """Give a request up, whatever it is doing; its memory is free from the next `schedule()` on.
+
+        Nothing happens to one that is finished or cancelled. SequenceError for one of another scheduler.
+        """
+        self._check_own(request)
+        if request.is_done:
+            return
+        self._end(request, "cancelled")
+        self._leaving.append(request)
+        self._stats.cancelled += 1
+
+    def schedule(self) -> Round:
+        """Decide the next round and do all of it but the forwards: retract, resume, admit.
+
+        The forwards of the last round must have been launched; their tokens need not be known. An empty round has
+        nothing to run: all is done, or whoever waits does so for a round that is not completed. Raises OutOfMemory,
+        with nothing decided, if others hold the memory that the first request needs. Does not synchronise.
+        """
+        self.pool.guard.enter()
+        self._settle()
+        self._decoding.check_launched()
+        standing = Standing(
+            books=self.pool.sequences,
+            allocator=self.pool.allocator,
+            prompts=self._prompts,
+            decoding=self._decoding,
+            waiting=self._waiting,
+            round=self._clock.round,
+            num_completed=self._completed,
+            host_bytes=self._stats.host_bytes,
+        )
+        return self._apply(decide(standing, self._outlook, self._limits, self.costs))
+
+    def complete(self, round: Round, ended: Iterable[Request] = ()) -> list[Request]:
+        """Say that the tokens of a round are known, and which requests ended with theirs; returns who is finished.
+
+        Those are the ones that ended, and the ones that got their last token. Rounds are completed in order, and one
+        that was scheduled meanwhile has been launched. SequenceError for another round, or a request that has got no
+        token; then nothing has changed.
+        """
+        self.pool.guard.enter()
+        ended = list(ended)
+        for request in ended:
+            self._check_own(request)
+            if request.num_new_tokens < 1:
+                raise SequenceError(f"{request!r} has got no token yet, so it cannot have ended; cancel() gives it up")
+        if not round:
+            return []
+        self._check_next(round)
+        self._note_completed(round.number)
+        finished = []
+        for request in (*ended, *round.last_tokens):
+            if request.is_done:
+                continue
+            self._end(request, "finished")
+            request.take_back(request.num_tokens - max(0, request.last_round - round.number))
+            if round.number == self._clock.round:
+                self._let_go(request)
+            else:
+                self._leaving.append(request)
+            self._stats.finished += 1
+            finished.append(request)
+        return finished
+
+    def abandon(self, round: Round) -> None:
+        """Take back the last round, as its forwards did not all succeed: nobody has got a token from it.
+
+        Whoever was to get one is dropped and recomputed, as is whose state was left half written. The round counts as
+        completed. SequenceError for another round.
+        """
+        self.pool.guard.enter()
+        if round.number != self._clock.round or round.number in (self._completed, *self._abandoned):
+            raise SequenceError(f"round {round.number} is not the last one, {self._clock.round}, or it is completed")
+        torn = self.pool.sequences.torn
+        for forward in round.forwards:
+            for request, samples in zip(forward.requests, forward.samples.tolist()):
+                if request.is_done or request.sequence is None:
+                    continue
+                if samples:
+                    request.hold()
+                    request.take_back(request.num_tokens - 1)
+                    request.last_round = round.number - 1
+                if samples or torn[request.sequence.row]:
+                    self._retract(request)
+        self._abandoned.add(round.number)
+        self._note_completed(self._completed)
+
+    def close(self) -> None:
+        """Cancel all requests and free what they hold; the scheduler can go on with others."""
+        self.pool.guard.enter()
+        for request in (*self._waiting, *self.running, *self._given):
+            self.cancel(request)
+        self._settle()
+
+    # Inside
+
+    def _settle(self) -> None:
+        """Let go of those who are done or have been given all of their tokens; whose prompt is through decodes."""
+        for request in self._leaving:
+            self._let_go(request)
+        self._leaving.clear()
+        self._decoding.join(self._through)
+        self._through.clear()
+        self._decoding.settle()
+        given = self._decoding.last_rounds <= self._clock.round
+        if given.any():
+            for place in np.flatnonzero(given).tolist():
+                request = self._decoding.requests[place]
+                request.hold()
+                self._let_go(request)
+                self._given.append(request)
+            self._decoding.settle()
+        self._given = [request for request in self._given if not request.is_done]
+
+    def _let_go(self, request: Request) -> None:
+        """Free what it holds, wherever it is."""
+        if request.sequence is not None:
+            if request in self._prompts:
+                self._prompts.remove(request)
+            elif request in self._through:
+                self._through.remove(request)
+            else:
+                self._decoding.leave(request)
+            request.sequence.free()
+            request.sequence = None
+        if request.offloaded is not None:
+            self._stats.host_bytes -= request.offloaded.num_bytes
+            request.offloaded = None
+
+    def _end(self, request: Request, state: Literal["finished", "cancelled"]) -> None:
+        request.hold()
+        request.state = state
+        self._num_unfinished -= 1
+
+    def _retract(self, request: Request, *, is_offloaded: bool = False) -> None:
+        """Take it out of memory, to be recomputed or resumed when its turn comes."""
+        assert request.sequence is not None
+        request.hold()
+        request.num_retractions += 1
+        request.state = "waiting"
+        if is_offloaded:
+            offloaded = self.pool.offload(request.sequence)
+            self._decoding.leave(request)
+            request.offloaded, request.sequence, request.state = offloaded, None, "offloaded"
+            self._stats.offloaded += 1
+            self._stats.host_bytes += offloaded.num_bytes
+            self._stats.host_bytes_peak = max(self._stats.host_bytes_peak, self._stats.host_bytes)
+        else:
+            self._stats.dropped += 1
+            self._stats.recomputed_tokens += request.sequence.length
+            self._let_go(request)
+            request.num_to_run = request.num_tokens
+        self._waiting.put(request)
+
+    def _apply(self, decision: Decision) -> Round:
+        for request in decision.dropped:
+            self._retract(request)
+        for request in decision.offloaded:
+            self._retract(request, is_offloaded=True)
+        self._clock.round += 1
+        for request in decision.resumed:
+            assert request.offloaded is not None
+            self._waiting.take(request)
+            num_bytes = request.offloaded.num_bytes
+            request.sequence = self.pool.restore(request.offloaded)
+            request.offloaded, request.state = None, "running"
+            request.decode()
+            self._stats.host_bytes -= num_bytes
+        self._decoding.join(decision.resumed)
+        sequences = self.pool.add_many(request.num_to_run for request in decision.admitted)
+        for request, sequence in zip(decision.admitted, sequences, strict=True):
+            self._waiting.take(request)
+            request.sequence, request.state = sequence, "running"
+            bisect.insort(self._prompts, request, key=lambda other: other.rank)
+        self._decoding.settle()  # once nothing moves any more
+        forwards = [*self._prompt_forwards(decision.chunks), *self._decoding.forwards(is_even=self._is_even)]
+        if not forwards:  # there is nothing to be completed
+            self._abandoned.add(self._clock.round)
+            self._note_completed(self._completed)
+        self._stats.rounds += 1
+        self._stats.preempted += decision.num_preempted
+        self._stats.resumed += len(decision.resumed)
+        self._stats.prompt_tokens += sum(count for _, count in decision.chunks)
+        self._stats.new_tokens += sum(int(np.count_nonzero(forward.samples)) for forward in forwards)
+        return Round(
+            number=self._clock.round,
+            forwards=tuple(forwards),
+            last_tokens=self._last_tokens(),
+            admitted=decision.admitted,
+            resumed=decision.resumed,
+            dropped=decision.dropped,
+            offloaded=decision.offloaded,
+        )
+
+    def _last_tokens(self) -> tuple[Request, ...]:
+        """Those who get their last token in this round."""
+        places = np.flatnonzero(self._decoding.last_rounds == self._clock.round).tolist()
+        decoding = [self._decoding.requests[place] for place in places]
+        return (*(request for request in self._through if request.num_tokens == request.max_tokens), *decoding)
+
+    def _prompt_forwards(self, chunks: tuple[Chunk, ...]) -> list[Forward]:
+        """The forwards over pieces of prompts: equally long ones together, or all of them packed."""
+        groups: dict[object, list[Chunk]] = {}
+        for request, count in chunks:
+            assert request.sequence is not None
+            start = request.sequence.length if self._is_even else 0
+            groups.setdefault(None if self._is_packed else (start, count), []).append((request, count))
+        return [self._prompt_forward(group) for group in groups.values()]
+
+    def _prompt_forward(self, chunks: list[Chunk]) -> Forward:
+        requests = tuple(request for request, _ in chunks)
+        counts = [count for _, count in chunks]
+        batch = self.pool.batch([request.sequence for request in requests if request.sequence is not None])
+        starts = self.pool.sequences.length[batch.rows.numbers]
+        samples = starts + counts == [request.num_to_run for request in requests]
+        for request, is_through in zip(requests, samples.tolist()):
+            if is_through:
+                request.sample()
+                self._prompts.remove(request)
+                self._through.append(request)
+        return Forward(
+            requests=requests,
+            batch=batch,
+            num_new_tokens=counts[0] if len(set(counts)) == 1 else counts,
+            starts=starts,
+            samples=samples,
+            is_decode=False,
+        )
+
+    def _note_completed(self, number: int) -> None:
+        self._completed = number
+        while self._completed + 1 in self._abandoned:
+            self._completed += 1
+            self._abandoned.remove(self._completed)
+
+    def _check_next(self, round: Round) -> None:
+        if round.number != self._completed + 1 or round.number > self._clock.round:
+            raise SequenceError(
+                f"round {round.number} cannot be completed now; {self._completed} of {self._clock.round} are, in order"
+            )
+
+    def _check_own(self, request: Request) -> None:
+        if not isinstance(request, Request) or request.clock is not self._clock:
+            raise SequenceError(f"{request!r} is not a request of this scheduler; submit() makes one")
+
+    def _need(self, num_tokens: int, now: Quote | None = None) -> Need:
+        return need_of(self.pool.allocator, self.pool.sequences.lifespans, num_tokens, now)
+
+    def _refuse(self, prompt: int, new: int) -> NoReturn:
+        need = self._need(prompt + new)
+        if not need.fits_empty:
+            raise out_of_memory(
+                self.pool.plan, self.pool.stats().free_bytes, self.pool.allocator.quote(list(need.pages.values()))
+            )
+        raise SequenceError(
+            f"a request of {prompt} tokens and {new} new ones is longer than the {self.max_request_tokens} that are "
+            "taken; ask for fewer new tokens, or make the scheduler with a larger max_request_tokens and the pool with "
+            "larger max_tokens"
+        )
+
+    def _longest(self, max_request_tokens: int | None) -> int:
+        """The longest request that is taken; PlanError if the pool cannot hold one."""
+        most = self.pool.tables.max_tokens + 1
+        if max_request_tokens is not None:
+            wanted = whole(max_request_tokens, "max_request_tokens of a scheduler", least=2, error=PlanError)
+            need = self._need(wanted)
+            if wanted > most or not need.fits_empty:
+                raise PlanError(
+                    f"the pool cannot hold one request of {wanted} tokens: {need}, and the arena has "
+                    f"{self.pool.plan.arena_bytes:,} bytes and tables for {most - 1} tokens; give the pool more memory "
+                    "or larger max_tokens, or the scheduler smaller max_request_tokens"
+                )
+            return wanted
+        if not self._need(2).fits_empty:
+            raise PlanError(
+                f"the pool cannot hold one request: {self._need(2)}, and the arena has "
+                f"{self.pool.plan.arena_bytes:,} bytes; give it more memory"
+            )
+        if self._need(most).fits_empty:
+            return most
+        fitting, refused = 2, most
+        while refused - fitting > 1:
+            middle = (fitting + refused) // 2
+            if self._need(middle).fits_empty:
+                fitting = middle
+            else:
+                refused = middle
+        return fitting
+
+
+def _lengths(num_prompt_tokens: int, max_new_tokens: int) -> tuple[int, int]:
+    return (
+        whole(num_prompt_tokens, "num_prompt_tokens of a request", least=1, error=SequenceError),
+        whole(max_new_tokens, "max_new_tokens of a request", least=1, error=SequenceError),
+    )
