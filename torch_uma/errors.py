@@ -60,5 +60,9 @@ class ClosedError(TorchUmaError, RuntimeError):
     """The pool was closed."""
 
 
+class TraceError(TorchUmaError, ValueError):
+    """A trace of requests that cannot be read, or numbers of which none can be made."""
+
+
 class InvariantError(TorchUmaError, AssertionError):
     """`check()` found books that do not balance: a bug in torch-uma, or memory written by someone else."""

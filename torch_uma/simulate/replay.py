@@ -1,0 +1,88 @@
+"""A trace replayed: the same scheduler and allocator as in earnest, over an arena without memory and a clock of its own.
+
+Owns the clock. What a round takes is asked of the model's work; the bytes that it moves, and those that go to the host
+and come back, are charged as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch_uma.errors import OutOfMemory, SequenceError
+from torch_uma.plan import Plan
+from torch_uma.pool import CachePool
+from torch_uma.scheduling import Costs, Round, Scheduler
+from torch_uma.simulate.device import Device
+from torch_uma.simulate.recorder import Recorder
+from torch_uma.simulate.report import Report
+from torch_uma.simulate.traces import Arrival
+from torch_uma.simulate.work import Work
+
+Progress = Callable[[int, int], None]
+
+
+def replay(
+    plan: Plan,
+    arrivals: Sequence[Arrival],
+    *,
+    work: Work,
+    device: Device,
+    split: Mapping[str, float] | None = None,
+    max_running: int = 256,
+    progress: Progress | None = None,
+    on_round: Callable[[Scheduler, Round], None] | None = None,
+    **options: Any,
+) -> Report:
+    """Serve the requests of a trace as a scheduler over `plan` would, and say how it went.
+
+    With `split`, shares of the arena by sub-pool, over pools that are fixed there. `max_running` and `options` are the
+    scheduler's. `progress` is told how many requests of how many are done; `on_round` sees every round once it is
+    decided. Requests that the arena could not hold are counted as refused. Arrivals are in order of their time.
+    """
+    longest = max(arrival.num_prompt_tokens + arrival.num_new_tokens for arrival in arrivals)
+    pool = CachePool(plan, device="meta", max_sequences=max_running, max_tokens=longest, split=split)
+    with pool:
+        options.setdefault(
+            "costs", Costs(token_s=_prompt_token_s(work, device), copy_bytes_per_s=device.host_bytes_per_s)
+        )
+        scheduler = Scheduler(pool, max_running=max_running, **options)
+        recorder = Recorder(pool, scheduler, len(arrivals), is_split=split is not None)
+        now_s, num_come = 0.0, 0
+        while num_come < len(arrivals) or scheduler:
+            if not scheduler and arrivals[num_come].at_s > now_s:
+                now_s = arrivals[num_come].at_s
+            while num_come < len(arrivals) and arrivals[num_come].at_s <= now_s:
+                _submit(scheduler, arrivals[num_come], recorder)
+                num_come += 1
+            if not scheduler:
+                continue
+            recorder.begin(now_s)
+            round = scheduler.schedule()
+            if on_round is not None:
+                on_round(scheduler, round)
+            for forward in round.forwards:
+                pool.begin(forward.batch, forward.num_new_tokens).commit()
+                now_s += work.seconds(forward, device)
+            now_s += (
+                2 * recorder.moved_bytes() / device.bytes_per_s + recorder.host_bytes(round) / device.host_bytes_per_s
+            )
+            recorder.note(round, scheduler.complete(round), now_s)
+            if progress is not None:
+                progress(recorder.num_done, len(arrivals))
+        return recorder.report()
+
+
+def _submit(scheduler: Scheduler, arrival: Arrival, recorder: Recorder) -> None:
+    try:
+        request = scheduler.submit(
+            arrival.num_prompt_tokens, arrival.num_new_tokens, priority=arrival.priority, tag=arrival
+        )
+    except (OutOfMemory, SequenceError):
+        recorder.num_refused += 1
+    else:
+        recorder.come(request, arrival.at_s)
+
+
+def _prompt_token_s(work: Work, device: Device) -> float:
+    return work.token_flops / device.flops_per_s

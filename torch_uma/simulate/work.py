@@ -1,0 +1,84 @@
+"""What a model's forward costs: floating-point operations and bytes, as a roofline counts them.
+
+Owns the arithmetic, for any model whose shapes are known. Nothing here is fitted to a measurement. Attention reads the
+keys and values of each sequence once a forward, and reads and writes its states once; weights are read once a forward,
+of experts those that some token is expected to choose.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from torch_uma.scheduling.round import Forward
+from torch_uma.simulate.device import Device
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    """Layers of attention that are alike: how far they look, in tokens (None: all), and what one of them costs.
+
+    `token_bytes`: of keys and values of a token. `pair_flops`: of a query and a key.
+    """
+
+    window: int | None
+    num_layers: int
+    token_bytes: float
+    pair_flops: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What the forwards of one model cost.
+
+    Attributes:
+        weight_bytes: of all that every forward reads, the head included, the embedding not.
+        expert_bytes: of all experts of all layers; `num_experts` in a layer, of which a token chooses
+            `experts_per_token`.
+        token_flops: of a token through all layers, without attention over keys, and without the head.
+        head_flops: of a token whose logits are wanted.
+        state_bytes: of the recurrent states of a sequence.
+        attention: by kind.
+    """
+
+    weight_bytes: float
+    expert_bytes: float = 0.0
+    num_experts: int = 0
+    experts_per_token: int = 0
+    token_flops: float
+    head_flops: float
+    state_bytes: float = 0.0
+    attention: tuple[Attention, ...] = ()
+
+    def seconds(self, forward: Forward, device: Device) -> float:
+        """How long a forward takes on a device, at whichever bound is the slower."""
+        counts = np.asarray(forward.counts, np.int64) if isinstance(forward.num_new_tokens, list) else None
+        new = forward.num_new_tokens if counts is None else counts
+        past = forward.starts
+        num_rows = len(past)
+        num_tokens = int(new * num_rows if counts is None else counts.sum())  # type: ignore[operator]
+        flops = num_tokens * self.token_flops + int(np.count_nonzero(forward.samples)) * self.head_flops
+        num_bytes = self.weight_bytes + self._expert_bytes(num_tokens) + 2 * num_rows * self.state_bytes
+        for kind in self.attention:
+            pairs = _num_pairs(past, new, kind.window)
+            keys = past + new if kind.window is None else np.minimum(past, kind.window - 1) + new
+            flops += kind.num_layers * kind.pair_flops * pairs
+            num_bytes += kind.num_layers * kind.token_bytes * (int(keys.sum()) + num_tokens)
+        return max(flops / device.flops_per_s, num_bytes / device.bytes_per_s) + device.forward_s
+
+    def _expert_bytes(self, num_tokens: int) -> float:
+        """Of the experts that `num_tokens` tokens choose, if each is as likely to be chosen as any other."""
+        if not self.num_experts:
+            return 0.0
+        return self.expert_bytes * (1 - (1 - self.experts_per_token / self.num_experts) ** num_tokens)
+
+
+def _num_pairs(past: np.ndarray, new: int | np.ndarray, window: int | None) -> int:
+    """Queries and keys that meet: query i of a row, at position past + i, looks at min(past + i + 1, window) keys."""
+    end = past + new
+    if window is None:
+        return int((end * (end + 1) - past * (past + 1)).sum()) // 2
+    low, high = np.minimum(past, window), np.minimum(end, window)
+    inside = (high * (high + 1) - low * (low + 1)) // 2
+    return int((inside + (end - np.maximum(past, high)) * window).sum())
