@@ -116,7 +116,7 @@ class Situation:
             most = scheduler.max_request_tokens
             num_tokens = rnd.choice([2, most, rnd.randint(2, most), rnd.randint(2, min(most, 24))])
             num_prompt_tokens = rnd.randint(1, num_tokens - 1)
-            scheduler.submit(num_prompt_tokens, num_tokens - num_prompt_tokens, priority=rnd.choice([0, 0, 0, 1]))
+            scheduler.submit(num_prompt_tokens, num_tokens - num_prompt_tokens, priority=rnd.choice([0, 0, 1, 2]))
         if rnd.random() < 0.05:
             scheduler.cancel(rnd.choice([*scheduler.waiting, *scheduler.running]))
         if rnd.random() < 0.1 and pool.sequences.num_free_rows > 1:
@@ -174,7 +174,7 @@ class Situation:
             is_alone = len(parts) == 1
             assert self._fit(parts, num_sure if is_alone or is_urgent else len(self.steps) + 1)
             self.outcomes["admitted"] += 1
-        self._check_refused(round, parts, counts, rows, tokens)
+        self._check_refused(round, parts, counts, rows)
         for forward in round.forwards:
             pool.begin(forward.batch, forward.num_new_tokens).commit()
         ended = [request for request in scheduler.running if request.num_new_tokens and self.rnd.random() < 0.05]
@@ -240,7 +240,6 @@ class Situation:
         parts: list[list[list[int]]],
         counts: dict[Request, int],
         rows: dict[Request, Row],
-        tokens: dict[Request, int],
     ) -> None:
         """The first that was refused and its growth do not fit beside the others and theirs."""
         scheduler = self.scheduler
@@ -264,6 +263,17 @@ class Situation:
         num_stages = 1 + len(self.steps) if parts else 1 + self.reserve_steps
         assert not self._fit([*parts, mine], num_stages), "it could have been admitted"
         self.outcomes["refused"] += 1
+        is_less = [other.priority < refused.priority and other.rank > refused.rank for other in rows]
+        if any(is_less):
+            kept = [part for part, less in zip(parts, [*is_less, *[False] * len(parts)]) if not less]
+            before = self.num_others
+            for row, less in zip(rows.values(), is_less):
+                if less:
+                    leased = [len(columns) + left for columns, left in zip(row.leased, row.num_left)]
+                    self.num_others = [a + b for a, b in zip(self.num_others, leased)]
+            assert not self._fit([*kept, mine], 1 + self.reserve_steps), "others could have made room for it"
+            self.num_others = before
+            self.outcomes["refused before less important ones"] += 1
 
     def _check_error(self, rows: dict[Request, Row], decoding: set[Request]) -> None:
         """Nobody else of the scheduler's could have made room."""
@@ -329,4 +339,4 @@ def test_who_is_admitted_fits_and_who_is_refused_does_not(seed: int) -> None:
         situation.pool.check()
     print(dict(outcomes))
     assert outcomes["refused"] > NUM_SITUATIONS / 4 and outcomes["admitted"] > NUM_SITUATIONS / 10
-    assert outcomes["reserved"] and outcomes["held by others"]
+    assert outcomes["reserved"] and outcomes["held by others"] and outcomes["refused before less important ones"]
