@@ -49,7 +49,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "eos": {"eos_token_id": ENDS},
     "min_new_tokens": {"min_new_tokens": 4, "eos_token_id": ENDS},
     "min_length": {"min_length": 22, "eos_token_id": ENDS},
-    "forced_eos": {"forced_eos_token_id": [4, 6]},
+    "forced_eos": {"forced_eos_token_id": [7, 11]},
     "forced_bos": {"forced_bos_token_id": 3},
     "decay": {"exponential_decay_length_penalty": (2, 1.8), "eos_token_id": ENDS},
     "repetition": {"repetition_penalty": 1.7},

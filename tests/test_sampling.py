@@ -10,7 +10,7 @@ import torch
 from choosing import ENDS, FORMS, NUM_NEW, OPTIONS, NoneTwice, Request, generated, prompt_of, run
 from models import build
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor
+from transformers import GenerationConfig, LogitsProcessor, TemperatureLogitsWarper
 
 from torch_uma.errors import ProcessorError, SequenceError
 from torch_uma.integrations.transformers.options import resolve
@@ -20,10 +20,10 @@ MODEL = build("llama")
 
 
 def mixed(rng: np.random.Generator, num_requests: int) -> list[Request]:
-    """Requests with the options of a few names each, some of them with a config."""
+    """Requests with the options of a few names each, some of them with a config; what goes together leaves a token."""
     requests = []
     for seed in range(num_requests):
-        names = rng.choice(sorted(OPTIONS), size=int(rng.integers(1, 4)), replace=False)
+        names = rng.choice(sorted(OPTIONS.keys() - {"prefix"}), size=int(rng.integers(1, 4)), replace=False)
         options: dict[str, Any] = {"max_new_tokens": int(rng.integers(1, 12))}
         for name in names:
             options |= OPTIONS[name]
@@ -165,3 +165,26 @@ def test_a_processor_of_the_user_is_not_changed() -> None:
     assert mine.table.device.type == "cpu"  # type: ignore[attr-defined]
     (suppressing,) = [each for each in sampling.processors if each is not mine]
     assert suppressing.suppress_tokens.device.type == "meta"
+
+
+def test_processors_of_the_user_are_shared_with_nobody() -> None:
+    for mine in (TemperatureLogitsWarper(0.5), TemperatureLogitsWarper(0.5)):
+        sampling = asked({"logits_processor": [mine]})
+        assert sampling.reads_text and sampling.processors[0] is mine
+
+
+class Zeroing(LogitsProcessor):
+    """Writes where it reads."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        scores[:, :-1] = 0
+        return scores
+
+
+def test_a_processor_may_write_into_what_it_is_given() -> None:
+    logits = torch.tensor([[5.0, 1.0, 2.0], [7.0, 1.0, -1.0], [3.0, 4.0, 1.0]])
+    before = logits.clone()
+    zeroing = asked({"logits_processor": [Zeroing()]})
+    tokens, logprobs = choose([zeroing, zeroing, asked({})], logits, [[1]] * 3, logprobs=True)
+    assert tokens.tolist() == [2, 0, 1] and torch.equal(logits, before)
+    assert torch.equal(logprobs, before.log_softmax(-1)[range(3), tokens])

@@ -16,6 +16,7 @@ import numpy as np
 from torch_uma.allocator import Allocator
 from torch_uma.books import Sequences
 from torch_uma.demands import pages_alone
+from torch_uma.errors import SequenceError
 from torch_uma.refusal import out_of_memory
 from torch_uma.scheduling.costs import Costs
 from torch_uma.scheduling.decoding import Decoding
@@ -27,7 +28,7 @@ from torch_uma.tables import Int64Array
 if TYPE_CHECKING:
     from torch_uma.scheduling.waiting import Waiting
 
-_LEAST_CHUNK_TOKENS = 16  # that the first prompt gets where those who decode leave it nothing
+_LEAST_CHUNK_TOKENS = 16  # that a more important prompt gets where less important ones leave it nothing
 
 Chunk = tuple[Request, int]
 
@@ -71,7 +72,10 @@ class Standing(NamedTuple):
 
 
 def decide(standing: Standing, outlook: Outlook, limits: Limits, costs: Costs) -> Decision:
-    """The round that follows; OutOfMemory if others hold what the first request needs. Changes nothing."""
+    """The round that follows; OutOfMemory if others hold the pages that the first request needs. Changes nothing.
+
+    SequenceError if it is the rows that they hold.
+    """
     draft = _Draft(standing, outlook, limits, costs)
     draft.go_on()
     draft.let_in()
@@ -93,7 +97,7 @@ class _Draft:
         self._stages: Int64Array = self._growth.sum(axis=2)
         self._prompts = list(standing.prompts)
         self._chunks: list[Chunk] = []
-        self._victims: list[Request] = []
+        self._victims: dict[Request, None] = {}
         self._resumed: list[Request] = []
         self._admitted: list[Request] = []
         self._num_preempted = 0
@@ -143,8 +147,7 @@ class _Draft:
                 break
             chunks.append((request, count))
             budget -= count
-        if not chunks:
-            chunks = [(self._prompts[0], min(_num_left(self._prompts[0]), _LEAST_CHUNK_TOKENS))]
+        assert chunks, "who runs a prompt has a place in the step as who decodes has"
         while len(chunks) > 1:
             yield chunks
             chunks = chunks[:-1]
@@ -181,7 +184,12 @@ class _Draft:
         for request in self._now.waiting:
             if request.last_round > self._now.num_completed or self._is_behind_victims(request):
                 return  # its last token is not known yet; or others come first
-            is_alone = not (self._num_running or self._admitted or self._resumed)
+            is_alone = not (self._num_running or self._admitted)
+            if is_alone and self._num_places < 1:
+                raise SequenceError(
+                    f"{request!r} needs one of the {len(self._now.books.length)} rows of the pool, and others use them "
+                    "all; free a sequence, or make the pool with a larger max_sequences"
+                )
             num_stages = self._num_sure if is_alone else len(self._stages)
             left = request.max_tokens - request.num_tokens
             count = 0
@@ -210,8 +218,9 @@ class _Draft:
     def _first_chunk(self, request: Request) -> int:
         """Tokens of its prompt that can be run in this round; 0 for none."""
         budget = self._budget
-        if self._chunks and all(request.priority > other.priority for other, _ in self._chunks):
-            budget = max(budget, _LEAST_CHUNK_TOKENS)  # it begins, whatever less important prompts take
+        if all(request.priority > other.priority for other, _ in self._chunks):
+            # It begins, whatever less important prompts take; or it takes the token of one that decodes.
+            budget = max(budget, _LEAST_CHUNK_TOKENS if self._chunks else 1)
         if self._limits.is_chunked:
             return max(0, min(request.num_to_run, budget))
         return request.num_to_run if not self._chunks or request.num_to_run <= budget else 0
@@ -234,8 +243,7 @@ class _Draft:
         return True
 
     def _is_behind_victims(self, request: Request) -> bool:
-        rank = self._now.waiting.rank(request)
-        return any(victim.rank < rank for victim in self._victims)
+        return any(victim.rank < request.rank for victim in self._victims)
 
     # Who has to go
 
@@ -257,12 +265,12 @@ class _Draft:
         self._stages = self._stages - self._shares(victims).sum(axis=0)
         chunked = dict(self._chunks)
         for victim in victims:
-            self._victims.append(victim)
+            self._victims[victim] = None
             if victim in self._prompts:
                 self._prompts.remove(victim)
             else:
                 self._num_decoding -= 1
-        self._chunks = [(request, count) for request, count in chunked.items() if request not in victims]
+        self._chunks = [(request, count) for request, count in chunked.items() if request not in self._victims]
 
     def _shares(self, requests: list[Request]) -> Int64Array:
         """[n, stages, sub-pools] what goes with each: what it holds, and what it would grow by."""

@@ -20,7 +20,8 @@ class Need:
     Attributes:
         num_tokens: of its text at most; the last of them is never stored.
         pages, bytes: at its fullest, by name of the sub-pool.
-        fits_empty: whether an arena without anybody else would hold it to its end.
+        fits_empty: whether an arena without anybody else would hold it to its end, however often its text is run again:
+            with every sub-pool at its fullest at the same time.
         now: whether its prompt fits now, at what cost, or what would help; None where that was not asked.
     """
 
@@ -43,30 +44,24 @@ def need_of(allocator: Allocator, lifespans: Lifespans, num_tokens: int, now: Qu
     subpools = allocator.plan.subpools
     last = max(1, num_tokens - 1)
     moments = _full_moments(lifespans, last)
-    pages = fullest(lifespans, moments - 1, moments)
-    most = pages.max(axis=1)
-    grids = allocator.room.grids
-    fits = lowest_spans(grids, most.tolist()) is not None
-    if not fits:
-        fits = all(lowest_spans(grids, list(each)) is not None for each in sorted(set(zip(*pages.tolist()))))
+    most = fullest(lifespans, moments - 1, moments).max(axis=1)
     return Need(
         num_tokens=num_tokens,
         pages={s.name: count for s, count in zip(subpools, most.tolist())},
         bytes={s.name: count * s.page_bytes for s, count in zip(subpools, most.tolist())},
-        fits_empty=fits,
+        fits_empty=lowest_spans(allocator.room.grids, most.tolist()) is not None,
         now=now,
     )
 
 
 def _full_moments(lifespans: Lifespans, last: int) -> Int64Array:
-    """Lengths up to `last` among which every sub-pool is at its fullest, full attention being as full as it gets.
+    """Lengths up to `last` among which every sub-pool is at its fullest.
 
-    A window is so once in every page, a chunk at its end.
+    A window is so once in every page; a chunk at its end, one of as many as there are places in a page to begin at.
     """
     paged = list(lifespans.paged)
     page_tokens = int(lifespans.page_tokens[paged].max(initial=1))
     moments = [np.arange(max(1, last - page_tokens), last + 1)]
     for chunk in {int(chunk) for chunk in lifespans.chunk[paged].tolist()}:
-        end = last // chunk * chunk
-        moments.append(np.arange(max(1, end - page_tokens), min(last, end + 1) + 1))
+        moments.append(chunk * np.arange(max(1, last // chunk - page_tokens + 1), last // chunk + 1))
     return np.unique(np.concatenate(moments))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from torch_uma.books import Sequences
-from torch_uma.demands import released_by_step, step_pages
+from torch_uma.demands import may_stay, pages_ahead, released_by_step, step_pages
 from torch_uma.lifespans import Lifespans
 from torch_uma.plan import Plan
 from torch_uma.tables import Int64Array
@@ -32,7 +32,13 @@ class Outlook:
         return np.zeros((1 + len(self.steps), len(self._every)), np.int64)
 
     def decoding(self, books: Sequences, rows: Int64Array, left: Int64Array) -> Int64Array:
-        """[1 + steps, sub-pools, n] shares of rows that decode, and will for as many as `left` [n] more tokens."""
+        """[1 + steps, sub-pools, n] shares of rows that decode, and will for `left` [n] more tokens, at least 1."""
+        if may_stay(books):
+            ahead = np.zeros((1 + int(self.steps[-1]), self._lifespans.num_subpools, len(rows)), np.int64)
+            ahead[1:] = pages_ahead(books, rows, len(ahead) - 1)
+            steps = np.concatenate([np.zeros((1, len(rows)), np.int64), np.minimum(self.steps[:, None], left)])
+            chosen: Int64Array = np.take_along_axis(ahead, steps[:, None], axis=0)
+            return chosen
         first, end = books.first.take(rows, axis=1), books.end.take(rows, axis=1)
         new = books.length.take(rows) + np.minimum(self.steps[:, None], left)  # [steps, n]
         pages = np.maximum(end, self._lifespans.num_pages(self._every, new[:, None]))
@@ -48,7 +54,7 @@ class Outlook:
         share = np.repeat(taken[None], 1 + len(self.steps), axis=0)
         share[1:] -= released_by_step(books, rows, num_tokens)[:, 0]
         if is_last:
-            share[1:] += self._decoding_after(int(books.length[row]) + num_tokens, left)
+            share[1:] += self._decoding_after(int(books.length[row]) + num_tokens, left, stays=may_stay(books))
         return share
 
     def fresh(self, num_tokens: int, num_run: int, left: int) -> Int64Array:
@@ -58,8 +64,10 @@ class Outlook:
         np.maximum(share[0], self.fullest(0, num_run), out=share[0])
         if num_run == num_tokens:
             share[1:] += self._decoding_after(num_tokens, left)
-        else:
-            np.maximum(share[1:], self._plan.demand(num_run), out=share[1:])
+        else:  # of the room ahead, what is behind the window by then has gone
+            every, run = np.arange(len(held)), np.array(num_run)
+            reach = np.maximum(held, self._lifespans.num_pages(every, run))
+            share[1:] = reach - self._lifespans.first_needed_page(every, run)
         return share
 
     def restored(self, num_tokens: int, left: int) -> Int64Array:
@@ -74,12 +82,18 @@ class Outlook:
         """[sub-pools] pages that a row without room ahead holds while it goes from `past` to `new` tokens."""
         return fullest(self._lifespans, np.array([past]), np.array([new]))[:, 0]
 
-    def _decoding_after(self, num_tokens: int, left: int) -> Int64Array:
-        """[steps, sub-pools] what a row adds to its `num_tokens` in decode steps that begin with the next round."""
+    def _decoding_after(self, num_tokens: int, left: int, *, stays: bool = False) -> Int64Array:
+        """[steps, sub-pools] what a row adds to its `num_tokens` in decode steps that begin with the next round.
+
+        Where pages may stay that the row lets go of, as others hold them, none is counted as having left.
+        """
         held = np.array(self._plan.demand(num_tokens), np.int64)
         added = np.zeros((len(self.steps), len(held)), np.int64)
         for stage, step in enumerate(np.minimum(self.steps - 1, left).tolist()):
-            if step > 0:
+            if step > 0 and stays:
+                reach = self._lifespans.num_pages(self._every, np.array([[num_tokens, num_tokens + step]]))
+                added[stage] = reach[:, 1] - reach[:, 0]
+            elif step > 0:
                 added[stage] = self.fullest(num_tokens + step - 1, num_tokens + step) - held
         return added
 
@@ -88,7 +102,8 @@ def fullest(lifespans: Lifespans, past: Int64Array, new: Int64Array) -> Int64Arr
     """[sub-pools, n] pages that rows without room ahead hold while they go from `past` to `new` tokens, [n] each."""
     every = np.arange(lifespans.num_subpools)[:, None]
     past_end = lifespans.num_pages(every, past)
-    first_new = np.maximum(past_end, lifespans.first_needed_page(every, new))
+    # A single token has a place in its step even if it is dead then.
+    first_new = np.where(new - past == 1, past_end, np.maximum(past_end, lifespans.first_needed_page(every, new)))
     pages: Int64Array = past_end - lifespans.first_needed_page(every, past)
     pages += np.maximum(0, lifespans.num_pages(every, new) - first_new)
     pages[list(lifespans.states)] = 1

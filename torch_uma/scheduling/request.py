@@ -121,6 +121,11 @@ class Request:
             self.last_round = self.clock.round
         self._num_tokens, self._decodes_from = num_tokens, None
 
+    def num_tokens_until(self, round: int) -> int:
+        """Tokens of its text that rounds until this one were asked for, which is the last that is completed or next."""
+        last_round = self.clock.round if self.is_decoding else self.last_round
+        return self.num_tokens - max(0, last_round - round)
+
     def take_back(self, num_tokens: int) -> None:
         """The text ends with so many tokens, whatever was asked for since."""
         assert self._decodes_from is None

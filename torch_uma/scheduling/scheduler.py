@@ -7,7 +7,6 @@ Owns the order of events in a round. What a request will hold is asked of `outlo
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -30,6 +29,9 @@ from torch_uma.scheduling.waiting import Waiting
 
 if TYPE_CHECKING:
     from torch_uma.pool import CachePool
+
+
+_MOST_PRIORITY = 1 << 31
 
 
 @dataclass(kw_only=True)
@@ -179,7 +181,9 @@ class Scheduler:
         """
         self.pool.guard.enter()
         prompt, new = _lengths(num_prompt_tokens, max_new_tokens)
-        priority = whole(priority, "the priority of a request", least=-(1 << 31), error=SequenceError)
+        priority = whole(priority, "the priority of a request", least=-_MOST_PRIORITY, error=SequenceError)
+        if priority > _MOST_PRIORITY:
+            raise SequenceError(f"the priority of a request is at most {_MOST_PRIORITY}, not {priority}")
         if prompt + new > self.max_request_tokens:
             self._refuse(prompt, new)
         self._stats.submitted += 1
@@ -193,6 +197,7 @@ class Scheduler:
 
         Nothing happens to one that is finished or cancelled. SequenceError for one of another scheduler.
         """
+        self.pool.guard.enter()
         self._check_own(request)
         if request.is_done:
             return
@@ -204,12 +209,14 @@ class Scheduler:
         """Decide the next round and do all of it but the forwards: retract, resume, admit.
 
         The forwards of the last round must have been launched; their tokens need not be known. An empty round has
-        nothing to run: all is done, or whoever waits does so for a round that is not completed. Raises OutOfMemory,
-        with nothing decided, if others hold the memory that the first request needs. Does not synchronise.
+        nothing to run: all is done, or whoever waits does so for a round that is not completed. Raises OutOfMemory
+        (SequenceError for rows), with nothing decided, if others hold what the first request needs. Leases whose event
+        has passed end first. Does not synchronise.
         """
-        self.pool.guard.enter()
+        self.pool.poll()
         self._settle()
         self._decoding.check_launched()
+        self._let_go_of_given()
         standing = Standing(
             books=self.pool.sequences,
             allocator=self.pool.allocator,
@@ -233,18 +240,23 @@ class Scheduler:
         ended = list(ended)
         for request in ended:
             self._check_own(request)
-            if request.num_new_tokens < 1:
-                raise SequenceError(f"{request!r} has got no token yet, so it cannot have ended; cancel() gives it up")
+            if not request.is_done and request.num_tokens_until(round.number) <= request.num_prompt_tokens:
+                raise SequenceError(
+                    f"{request!r} has got no token until round {round.number}, so it cannot have ended; cancel() gives "
+                    "it up"
+                )
         if not round:
             return []
+        self._check_own(round.forwards[0].requests[0])
         self._check_next(round)
         self._note_completed(round.number)
         finished = []
         for request in (*ended, *round.last_tokens):
             if request.is_done:
                 continue
+            num_tokens = request.num_tokens_until(round.number)
             self._end(request, "finished")
-            request.take_back(request.num_tokens - max(0, request.last_round - round.number))
+            request.take_back(num_tokens)
             if round.number == self._clock.round:
                 self._let_go(request)
             else:
@@ -260,6 +272,8 @@ class Scheduler:
         completed. SequenceError for another round.
         """
         self.pool.guard.enter()
+        if round:
+            self._check_own(round.forwards[0].requests[0])
         if round.number != self._clock.round or round.number in (self._completed, *self._abandoned):
             raise SequenceError(f"round {round.number} is not the last one, {self._clock.round}, or it is completed")
         torn = self.pool.sequences.torn
@@ -286,13 +300,16 @@ class Scheduler:
     # Inside
 
     def _settle(self) -> None:
-        """Let go of those who are done or have been given all of their tokens; whose prompt is through decodes."""
+        """Let go of those who are done; whose prompt is through decodes."""
         for request in self._leaving:
             self._let_go(request)
         self._leaving.clear()
         self._decoding.join(self._through)
         self._through.clear()
         self._decoding.settle()
+
+    def _let_go_of_given(self) -> None:
+        """Let go of those who have been given all of their tokens, though the last may not be known yet."""
         given = self._decoding.last_rounds <= self._clock.round
         if given.any():
             for place in np.flatnonzero(given).tolist():
@@ -319,6 +336,8 @@ class Scheduler:
             request.offloaded = None
 
     def _end(self, request: Request, state: Literal["finished", "cancelled"]) -> None:
+        if request.state in ("waiting", "offloaded"):
+            self._waiting.take(request)
         request.hold()
         request.state = state
         self._num_unfinished -= 1
@@ -326,11 +345,11 @@ class Scheduler:
     def _retract(self, request: Request, *, is_offloaded: bool = False) -> None:
         """Take it out of memory, to be recomputed or resumed when its turn comes."""
         assert request.sequence is not None
+        offloaded = self.pool.offload(request.sequence) if is_offloaded else None  # which may fail, so it comes first
         request.hold()
         request.num_retractions += 1
         request.state = "waiting"
-        if is_offloaded:
-            offloaded = self.pool.offload(request.sequence)
+        if offloaded is not None:
             self._decoding.leave(request)
             request.offloaded, request.sequence, request.state = offloaded, None, "offloaded"
             self._stats.offloaded += 1
@@ -362,8 +381,13 @@ class Scheduler:
         for request, sequence in zip(decision.admitted, sequences, strict=True):
             self._waiting.take(request)
             request.sequence, request.state = sequence, "running"
-            bisect.insort(self._prompts, request, key=lambda other: other.rank)
+            self._prompts.append(request)
         self._decoding.settle()  # once nothing moves any more
+        with_chunk = {request for request, _ in decision.chunks}
+        for request in self._prompts:
+            if request not in with_chunk:
+                self._waiting.pass_over(request)
+        self._prompts.sort(key=lambda request: request.rank)
         forwards = [*self._prompt_forwards(decision.chunks), *self._decoding.forwards(is_even=self._is_even)]
         if not forwards:  # there is nothing to be completed
             self._abandoned.add(self._clock.round)

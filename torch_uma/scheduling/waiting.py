@@ -2,63 +2,84 @@
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import bisect_left, insort
 from collections.abc import Iterator
-from heapq import merge
 
 from torch_uma.scheduling.request import Clock, Request
 
+_FEW_RISERS = 32  # so many are put at their new places one by one sooner than all are sorted
+
 
 class Waiting:
-    """The requests that wait, oldest first for each priority; `patience_rounds` of it are worth one priority more.
+    """The requests that wait, by rank; `patience_rounds` of waiting are worth one priority more.
 
-    Those that wait no longer, as they were cancelled, are passed over, and go when they come to the front.
+    A rank changes only once in so many rounds, so the order is kept from round to round, and who is to rise is looked
+    up by the round in which it does.
     """
 
     def __init__(self, clock: Clock, patience_rounds: int) -> None:
         self._clock = clock
         self._patience_rounds = patience_rounds
-        self._lines: dict[int, deque[Request]] = {}
+        self._order: list[Request] = []
+        self._risers: dict[int, dict[Request, None]] = {}  # by round
+        self._risen_until = clock.round
 
     def put(self, request: Request) -> None:
-        """From the present round on it waits, at the place that its arrival gives it."""
+        """From the present round on it waits."""
+        self._rise()
         request.waits_from = self._clock.round
-        line = self._lines.setdefault(request.priority, deque())
-        if not line or line[-1].arrival < request.arrival:
-            line.append(request)
-            return
-        # One that was retracted arrived before most of those that wait.
-        place = next(place for place, other in enumerate(line) if other.arrival > request.arrival)
-        line.insert(place, request)
+        request.rank = self._rank_after(request, 0)
+        insort(self._order, request, key=_rank)
+        left_rounds = self._patience_rounds - request.waited_rounds % self._patience_rounds
+        self._risers.setdefault(self._clock.round + left_rounds, {})[request] = None
 
     def take(self, request: Request) -> None:
         """It waits no longer, and has the rank that it has now until it waits again."""
-        request.rank = self.rank(request)
+        self._rise()
+        place = bisect_left(self._order, request.rank, key=_rank)
+        assert self._order[place] is request
+        del self._order[place]
         request.waited_rounds += self._clock.round - request.waits_from
-        line = self._lines[request.priority]
-        self._tidy(line)
-        line.remove(request)  # among the first, as they are taken in order
+        left_rounds = self._patience_rounds - request.waited_rounds % self._patience_rounds
+        risers = self._risers[self._clock.round + left_rounds]
+        del risers[request]
+        if not risers:
+            del self._risers[self._clock.round + left_rounds]
 
-    def rank(self, request: Request) -> tuple[int, int]:
-        """What the order is by: the lower rank comes first."""
-        waited_rounds = request.waited_rounds + self._clock.round - request.waits_from
-        return (-request.priority - waited_rounds // self._patience_rounds, request.arrival)
+    def pass_over(self, request: Request) -> None:
+        """A round has brought a request nothing although it does not wait: that counts as waiting, too."""
+        request.waited_rounds += 1
+        request.rank = self._rank_after(request, 0)
 
     def __iter__(self) -> Iterator[Request]:
-        for priority, line in list(self._lines.items()):
-            self._tidy(line)
-            if not line:
-                del self._lines[priority]
-        if len(self._lines) == 1:
-            (line,) = self._lines.values()
-            return (request for request in line if _waits(request))
-        return (request for request in merge(*self._lines.values(), key=self.rank) if _waits(request))
+        self._rise()
+        return iter(self._order)
 
-    @staticmethod
-    def _tidy(line: deque[Request]) -> None:
-        while line and not _waits(line[0]):
-            line.popleft()
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def _rank_after(self, request: Request, num_rounds: int) -> tuple[int, int]:
+        """What the order is by, once it has waited so many rounds more: the lower rank comes first."""
+        return (-request.priority - (request.waited_rounds + num_rounds) // self._patience_rounds, request.arrival)
+
+    def _rise(self) -> None:
+        """Bring the order up to the present round."""
+        while self._risen_until < self._clock.round:
+            self._risen_until += 1
+            risers = self._risers.pop(self._risen_until, None)
+            if risers is None:
+                continue
+            are_few = len(risers) <= _FEW_RISERS
+            for request in risers:
+                if are_few:
+                    del self._order[bisect_left(self._order, request.rank, key=_rank)]
+                request.rank = self._rank_after(request, self._risen_until - request.waits_from)
+                if are_few:
+                    insort(self._order, request, key=_rank)
+            if not are_few:
+                self._order.sort(key=_rank)
+            self._risers.setdefault(self._risen_until + self._patience_rounds, {}).update(risers)
 
 
-def _waits(request: Request) -> bool:
-    return request.state in ("waiting", "offloaded")
+def _rank(request: Request) -> tuple[int, int]:
+    return request.rank

@@ -208,7 +208,9 @@ def choose(
                 alone = _Rows(sampling=sampling, rows=(row,), index=None)
                 ids = _ids(row, None if texts is None else texts[row], device)
                 scored.append((alone, alone.scores(ids, logits[row : row + 1])))
-    tokens = logits.argmax(-1) if by_logits else torch.empty(num_rows, dtype=torch.int64, device=device)
+    tokens = (
+        logits.to(torch.float32).argmax(-1) if by_logits else torch.empty(num_rows, dtype=torch.int64, device=device)
+    )
     for group, scores in scored:  # after all processors, of which one may raise: no generator was used then
         chosen = group.pick(scores, generators)
         if len(group.rows) == num_rows:

@@ -73,6 +73,7 @@ class ServingLoop:
         kv_dtype: torch.dtype | str | None = None,
         costs: Costs | None = None,
     ) -> None:
+        max_running = whole(max_running, "max_running of a loop", least=1, error=PlanError)
         self._is_own_pool = pool is None
         if pool is None:
             rows = max_running + (most_fillers(max_running) if compile else 0)
