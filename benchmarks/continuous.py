@@ -9,8 +9,9 @@ of the ratios within them, to transformers' continuous batching, or to the padde
 `alone` is `generate()` with one request after another, once: its tokens are the reference. `padded` is `generate()` in
 batches padded in front, each until its longest answer is there, in the order in which the requests came;
 `padded_sorted` has sorted them by length beforehand. `transformers` is its continuous batching, which serves windows
-and full attention only; a model that it refuses has the refusal in its place. It has `--memory` for keys and values,
-and the settings that were the fastest here.
+and full attention only; a model that it refuses has the refusal in its place. `arena` is `torch_uma.generate_batch`
+with the model's own attention, `torch_uma` the same with attention in place. These three have `--memory` for keys,
+values and states, and the settings that were the fastest here.
 
 `peak_bytes` is what the process takes at the most beside what it held before the requests came, as Linux counts it.
 A request's tokens may differ from those of `alone` only where the logits of both tokens tie within 1e-4.
@@ -138,6 +139,17 @@ def transformers(model: Any, asked: Sequence[Asked], memory: str) -> list[list[i
     return [results[name].generated_tokens for name in names]
 
 
+def unified(model: Any, asked: Sequence[Asked], memory: str) -> list[list[int]]:
+    """Little is gained by more than 512 tokens a round, which take more memory while they are run."""
+    configs = [
+        GenerationConfig(max_new_tokens=request.max_new_tokens, do_sample=False, pad_token_id=0) for request in asked
+    ]
+    generations = torch_uma.generate_batch(
+        model, [request.prompt for request in asked], configs, memory=memory, page_size=PAGE_SIZE, step_tokens=512
+    )
+    return [generation.tokens for generation in generations]
+
+
 class Contestant(NamedTuple):
     """Who serves, and the attention it is used with; None for the model's own."""
 
@@ -150,6 +162,8 @@ CONTESTANTS = {
     "padded": Contestant(padded),
     "padded_sorted": Contestant(padded_sorted),
     "transformers": Contestant(transformers),
+    "arena": Contestant(unified),
+    "torch_uma": Contestant(unified, "torch_uma"),
 }
 
 
@@ -185,7 +199,10 @@ def largest_tie(model: Any, asked: Sequence[Asked], tokens: Sequence[list[int]],
 
 
 def work(connection: Connection, model_name: str, name: str, options: argparse.Namespace) -> None:
-    """A process of its own: serves all requests once for every word it is sent; an exception is an answer, too."""
+    """A process of its own: serves all requests once for every word it is sent; an exception is an answer, too.
+
+    It ends with the connection.
+    """
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(GEOMETRIES[model_name](), dtype=torch.float32).eval()
@@ -193,7 +210,10 @@ def work(connection: Connection, model_name: str, name: str, options: argparse.N
     model.set_attn_implementation(contestant.attention or ("sdpa" if model._supports_sdpa else "eager"))
     asked = requests_of(options.requests, options.seed)
     while True:
-        word = connection.recv()
+        try:
+            word = connection.recv()
+        except EOFError:
+            return
         try:
             if word == "warm up":
                 contestant.serve(model, asked[:2], options.memory)
@@ -215,6 +235,7 @@ class Worker:
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=work, args=(theirs, model_name, name, options), daemon=True)
         self.process.start()
+        theirs.close()
         self.rounds: list[Served] = []
 
     def ask(self, word: object) -> Any:
@@ -225,7 +246,7 @@ class Worker:
         return answer
 
     def end(self) -> None:
-        self.process.terminate()
+        self.connection.close()
         self.process.join()
 
 
