@@ -1,4 +1,4 @@
-"""A trace replayed: the same scheduler and allocator as in earnest, over an arena without memory and a clock of its own.
+"""A trace replayed: the same scheduler and allocator as in earnest, over an arena without memory, by its own clock.
 
 Owns the clock. What a round takes is asked of the model's work; the bytes that it moves, and those that go to the host
 and come back, are charged as well.

@@ -13,6 +13,7 @@ import numpy as np
 
 from torch_uma.scheduling.round import Forward
 from torch_uma.simulate.device import Device
+from torch_uma.tables import Int64Array
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +54,8 @@ class Work:
 
     def seconds(self, forward: Forward, device: Device) -> float:
         """How long a forward takes on a device, at whichever bound is the slower."""
-        counts = np.asarray(forward.counts, np.int64) if isinstance(forward.num_new_tokens, list) else None
-        new = forward.num_new_tokens if counts is None else counts
-        past = forward.starts
-        num_rows = len(past)
-        num_tokens = int(new * num_rows if counts is None else counts.sum())  # type: ignore[operator]
+        new: Int64Array = np.broadcast_to(np.asarray(forward.num_new_tokens, np.int64), forward.starts.shape)
+        past, num_rows, num_tokens = forward.starts, len(new), int(new.sum())
         flops = num_tokens * self.token_flops + int(np.count_nonzero(forward.samples)) * self.head_flops
         num_bytes = self.weight_bytes + self._expert_bytes(num_tokens) + 2 * num_rows * self.state_bytes
         for kind in self.attention:
@@ -74,7 +72,7 @@ class Work:
         return self.expert_bytes * (1 - (1 - self.experts_per_token / self.num_experts) ** num_tokens)
 
 
-def _num_pairs(past: np.ndarray, new: int | np.ndarray, window: int | None) -> int:
+def _num_pairs(past: Int64Array, new: Int64Array, window: int | None) -> int:
     """Queries and keys that meet: query i of a row, at position past + i, looks at min(past + i + 1, window) keys."""
     end = past + new
     if window is None:

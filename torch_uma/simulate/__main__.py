@@ -1,0 +1,201 @@
+"""What would my traffic gain from one arena, and what should I set? A trace replayed, from the command line.
+
+python -m torch_uma.simulate --config config.json --memory 8GiB --trace AzureLLMInferenceTrace_conv.csv
+python -m torch_uma.simulate --config gpt_oss --memory 40GiB --made 2000,1024,256,0.5 --rate 20 --split default --split best
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from torch_uma.errors import TorchUmaError, TraceError
+from torch_uma.plan import Plan, plan
+from torch_uma.simulate.device import DEVICES
+from torch_uma.simulate.replay import replay
+from torch_uma.simulate.report import Report
+from torch_uma.simulate.splits import best_split, default_split
+from torch_uma.simulate.table import plot, table
+from torch_uma.simulate.traces import Arrival, at_once, generate_trace, read_trace
+from torch_uma.simulate.work import Work
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns its exit status."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        reports = _reports(options)
+    except (TorchUmaError, ValueError, OSError) as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
+    print(table(reports))
+    _advise(reports)
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump({name: asdict(report) for name, report in reports.items()}, file)
+    if options.plot:
+        plot(reports, options.plot)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m torch_uma.simulate", description=__doc__.split("\n")[0])
+    model = parser.add_argument_group("model")
+    model.add_argument("--config", required=True, help="a config.json, its folder, or a model type such as gpt_oss")
+    model.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="change the config, as --set num_hidden_layers=24",
+    )
+    model.add_argument("--kv-dtype", help="of keys and values: bfloat16, float8_e4m3fn or float8_e5m2")
+    model.add_argument("--page-size", type=int, default=16, help="tokens of a page (default: 16)")
+    traffic = parser.add_argument_group("traffic")
+    source = traffic.add_mutually_exclusive_group(required=True)
+    source.add_argument("--trace", help="an Azure CSV, Mooncake JSON lines, or JSON with lengths")
+    source.add_argument(
+        "--made", metavar="N,PROMPT,NEW,SPREAD", help="N requests of these mean lengths, log-normal with this spread"
+    )
+    traffic.add_argument("--limit", type=int, help="only the first so many requests")
+    traffic.add_argument("--rate", type=float, help="arrivals a second, instead of those of the trace")
+    traffic.add_argument("--at-once", action="store_true", help="all requests arrive at the beginning")
+    traffic.add_argument("--seed", type=int, default=0)
+    machine = parser.add_argument_group("machine and scheduler")
+    machine.add_argument("--memory", required=True, help='of the arena, as "8GiB"')
+    machine.add_argument("--device", default="h200", choices=sorted(DEVICES))
+    machine.add_argument("--max-running", type=int, default=256)
+    machine.add_argument("--step-tokens", type=int, default=8192)
+    machine.add_argument("--headroom-steps", type=int, default=None)
+    machine.add_argument("--host-memory", default="0", help="for retracted requests (default: they are recomputed)")
+    machine.add_argument(
+        "--split",
+        action="append",
+        default=[],
+        help='compare with fixed pools: "default", "best" (found by search), or shares as {"full": 0.6, "state": 0.4}',
+    )
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", help="write all of it here")
+    output.add_argument("--plot", help="draw the running requests over time here; needs matplotlib (the extra plots)")
+    output.add_argument("--quiet", action="store_true", help="no progress bar")
+    return parser
+
+
+def _reports(options: argparse.Namespace) -> dict[str, Report]:
+    config = _config(options)
+    arrivals = _arrivals(options)
+    planned = plan(
+        config, memory=options.memory, page_size=options.page_size, dtype=torch.bfloat16, kv_dtype=options.kv_dtype
+    )
+    work = _work(config)
+
+    def run(name: str, split: Mapping[str, float] | None) -> Report:
+        settings: dict[str, Any] = {
+            "max_running": options.max_running,
+            "step_tokens": options.step_tokens,
+            "host_memory": options.host_memory if options.host_memory != "0" else 0,
+        }
+        if options.headroom_steps is not None:
+            settings["headroom_steps"] = options.headroom_steps
+        with tqdm(total=len(arrivals), desc=name, unit=" requests", disable=options.quiet) as bar:
+
+            def note(num_done: int, _: int) -> None:
+                bar.update(num_done - bar.n)
+
+            return replay(
+                planned,
+                arrivals,
+                work=work,
+                device=DEVICES[options.device],
+                split=split,
+                progress=note,
+                **settings,
+            )
+
+    reports = {"arena": run("arena", None)}
+    for asked in options.split:
+        name, split = _split(asked, planned, run)
+        reports[name] = run(name, split)
+    return reports
+
+
+def _split(asked: str, planned: Plan, run: Any) -> tuple[str, Mapping[str, float]]:
+    if asked == "default":
+        split = default_split(planned)
+    elif asked == "best":
+        split, _ = best_split(planned, lambda shares: run("search", shares))
+    else:
+        split = json.loads(asked)
+    return f"{asked if asked in ('default', 'best') else 'split'} {_shares(split)}", split
+
+
+def _shares(split: Mapping[str, float]) -> str:
+    return "/".join(f"{share:.2f}" for share in split.values())
+
+
+def _config(options: argparse.Namespace) -> Any:
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    changes = {}
+    for change in options.set:
+        name, separator, value = change.partition("=")
+        if not separator:
+            raise TraceError(f"--set {change} is no NAME=VALUE")
+        changes[name] = json.loads(value)
+    if options.config in CONFIG_MAPPING:
+        config = CONFIG_MAPPING[options.config]()
+    else:
+        config = AutoConfig.from_pretrained(options.config)
+    text = config.get_text_config(decoder=True)
+    unknown = [name for name in changes if not hasattr(text, name)]
+    if unknown:
+        raise TraceError(f"the config of {text.model_type} has no {', '.join(unknown)} to be set")
+    if not changes:
+        return text
+    kept = text.to_dict()
+    if "num_hidden_layers" in changes:
+        kept.pop("layer_types", None)  # the model's own pattern, for as many
+    return type(text).from_dict({**kept, **changes})
+
+
+def _arrivals(options: argparse.Namespace) -> list[Arrival]:
+    if options.trace is not None:
+        arrivals = read_trace(options.trace, limit=options.limit)
+    else:
+        try:
+            count, prompt, new, spread = (float(part) for part in options.made.split(","))
+        except ValueError:
+            raise TraceError(f"--made {options.made} is not four numbers, N,PROMPT,NEW,SPREAD") from None
+        arrivals = generate_trace(
+            int(count), prompt_tokens=prompt, new_tokens=new, spread=spread, rate_per_s=options.rate, seed=options.seed
+        )[: options.limit]
+    if options.rate is not None and options.trace is not None:
+        made = generate_trace(len(arrivals), prompt_tokens=1, new_tokens=1, rate_per_s=options.rate, seed=options.seed)
+        arrivals = [replace(arrival, at_s=other.at_s) for arrival, other in zip(arrivals, made)]
+    return at_once(arrivals) if options.at_once else arrivals
+
+
+def _work(config: Any) -> Work:
+    from torch_uma.integrations.transformers.counting import work_of
+
+    return work_of(config)
+
+
+def _advise(reports: Mapping[str, Report]) -> None:
+    arena = reports["arena"]
+    for name, report in reports.items():
+        if name != "arena" and report.new_tokens_per_s:
+            gain = arena.new_tokens_per_s / report.new_tokens_per_s - 1
+            running = arena.time_mean_running / max(report.time_mean_running, 1e-12) - 1
+            print(f"one arena against {name}: {gain:+.1%} new tokens a second, {running:+.1%} running")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
