@@ -1,7 +1,7 @@
 """What would my traffic gain from one arena, and what should I set? A trace replayed, from the command line.
 
-python -m torch_uma.simulate --config config.json --memory 8GiB --trace AzureLLMInferenceTrace_conv.csv
-python -m torch_uma.simulate --config gpt_oss --memory 40GiB --made 2000,1024,256,0.5 --rate 20 --split default --split best
+python -m torch_uma.simulate --config config.json --memory 8GiB --trace AzureLLMInferenceTrace_conv.csv --split default
+python -m torch_uma.simulate --config gpt_oss --memory 40GiB --made 2000,1024,256,0.5 --rate 20 --split best
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ def _json_rows(text: Any, path: Path) -> Iterator[Arrival | None]:
             items = json.load(text)
         except json.JSONDecodeError as error:
             raise TraceError(f"the trace {path} is no JSON: {error}") from error
-        numbered = enumerate(items, 1)
+        numbered: Iterable[tuple[int, Any]] = enumerate(items, 1)
     else:
         text.seek(0)
         numbered = ((number, line) for number, line in enumerate(text, 1) if line.strip())
