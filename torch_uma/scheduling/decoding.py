@@ -42,6 +42,11 @@ class Decoding:
     def __len__(self) -> int:
         return len(self.requests)
 
+    @property
+    def num_staying(self) -> int:
+        """How many there are without those who leave, and with those who join."""
+        return len(self.requests) + len(self._joining) - len(self._leaving)
+
     def join(self, requests: Iterable[Request]) -> None:
         """From the next `settle` on, these are in it; all have a sequence."""
         self._joining += requests

@@ -161,6 +161,12 @@ class Scheduler:
         requests = (*self._prompts, *self._through, *self._decoding.requests)
         return tuple(request for request in requests if request.state == "running" and request.sequence is not None)
 
+    @property
+    def num_running(self) -> int:
+        """How many are `running`, without a look at each."""
+        num_leaving = sum(request.sequence is not None for request in self._leaving)
+        return len(self._prompts) + len(self._through) + self._decoding.num_staying - num_leaving
+
     def __len__(self) -> int:
         return self._num_unfinished
 

@@ -49,6 +49,8 @@ class ServingLoop:
         compile: run decode steps through `torch.compile`, one graph for each of a few batch sizes. The model must
             attend by "torch_uma".
         tokenizer: for stop strings.
+        costs: what decides whether a generation that is retracted is computed again; left out, the time of a prompt's
+            token is measured as the loop goes.
 
     A generation gets the tokens that `model.generate()` gives its prompt alone. Several rows in a forward round
     otherwise than one, which matters where two tokens are equally likely but for that.
@@ -90,6 +92,7 @@ class ServingLoop:
         self._model = model
         self._tokenizer = tokenizer
         self._num_ahead = 1 if overlap else 0
+        self._has_costs = costs is not None
         self._compiled = CompiledDecode(model, pool, max_running) if compile else None
         self._scheduler = Scheduler(
             pool,
@@ -219,7 +222,7 @@ class ServingLoop:
 
     def _launch(self) -> bool:
         """Schedule a round and run its forwards; returns whether there were any."""
-        token_s = self._forwards.pace.token_s
+        token_s = None if self._has_costs else self._forwards.pace.token_s
         if token_s is not None:
             self._scheduler.costs = replace(self._scheduler.costs, token_s=token_s)
         scheduled = self._scheduler.schedule()
