@@ -1,0 +1,55 @@
+"""How far the simulated figures depend on what had to be assumed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from rows_h200 import Inputs, both
+from served_h200 import Setting, infer_budget_bytes, serve
+from workloads_h200 import GROWING, LONG, MANY, RUNNING_GPT_OSS
+
+SLOWEST_HEADROOM_STEPS = 2867  # 0.7 of 4,096 tokens: where the reference begins
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """What comes out if something that was assumed is otherwise."""
+
+    assumed: str
+    figure: str
+    pools: float | None
+    arena: float
+    gain: float | None = None
+
+
+def variants_of(inputs: Inputs, scale: int) -> Iterator[Variant]:
+    """How far the results depend on what was assumed."""
+    setting = Setting(budget_bytes=inputs.qwen_bytes)
+    states = (
+        ("1 slot, fp32", 1, torch.float32),
+        ("5 slots, fp32", 5, torch.float32),
+        ("3 slots, bf16", 3, torch.bfloat16),
+    )
+    for name, slots, dtype in states:
+        served = serve(LONG.scaled(scale), replace(setting, slots=slots, dtype=dtype))
+        yield Variant(assumed=f"{name} ({LONG})", figure="running", pools=None, arena=served.running)
+        served = serve(GROWING.scaled(scale), replace(setting, slots=slots, dtype=dtype))
+        retractions = served.report.retractions_per_1000
+        yield Variant(assumed=f"{name} ({GROWING})", figure="retractions", pools=None, arena=retractions)
+    pools, arena = both(GROWING.scaled(scale), replace(setting, headroom_steps=SLOWEST_HEADROOM_STEPS))
+    yield Variant(
+        assumed=f"room for {SLOWEST_HEADROOM_STEPS:,} tokens when admitted ({GROWING})",
+        figure="retractions",
+        pools=pools.report.retractions_per_1000,
+        arena=arena.report.retractions_per_1000,
+    )
+    for prompt, new in ((1024, 1024), (1024, 4096)):
+        workload = replace(MANY, num_prompt_tokens=prompt, num_new_tokens=new).scaled(scale)
+        budget_bytes = infer_budget_bytes(workload, RUNNING_GPT_OSS, num_tries=0)
+        pools, arena = both(workload, Setting(budget_bytes=budget_bytes))
+        assumed = f"{workload}, in the {budget_bytes / 1e9:.0f} GB in which 618 fit"
+        gain = arena.report.new_tokens_per_s / pools.report.new_tokens_per_s
+        yield Variant(assumed=assumed, figure="running", pools=pools.running, arena=arena.running, gain=gain)
+        yield Variant(assumed=assumed, figure="first token, s", pools=pools.first_token_s, arena=arena.first_token_s)
