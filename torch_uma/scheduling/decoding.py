@@ -6,8 +6,10 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from torch_uma.errors import SequenceError
+from torch_uma.lifespans import NEVER
 from torch_uma.scheduling.order import slot_order
 from torch_uma.scheduling.request import Clock, Request
 from torch_uma.scheduling.round import Forward
@@ -27,6 +29,7 @@ class Decoding:
         requests: in the order of the batch.
         rows: [n] int64, their rows in the pool's tables.
         last_rounds: [n] int64, the round that gives each its last token.
+        first_end: the least of these; no round if nobody decodes.
     """
 
     def __init__(self, pool: CachePool, clock: Clock) -> None:
@@ -38,6 +41,8 @@ class Decoding:
         self.requests: tuple[Request, ...] = ()
         self.rows: Int64Array = np.zeros(0, np.int64)
         self.last_rounds = self._ahead = self.rows
+        self.first_end = NEVER
+        self._samples = np.zeros(0, np.bool_)
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -81,6 +86,8 @@ class Decoding:
             self.requests = tuple(self.requests[place] for place in order.tolist())
             self.rows, self.last_rounds, self._ahead = self.rows[order], self.last_rounds[order], self._ahead[order]
         self._batch = None
+        self.first_end = int(self.last_rounds.min(initial=NEVER))
+        self._samples = np.ones(len(self.rows), np.bool_)
 
     def check_launched(self) -> None:
         """Raise SequenceError if a forward of the last round has not been run."""
@@ -99,13 +106,13 @@ class Decoding:
         if not is_even or (starts == starts[0]).all():
             if self._batch is None:
                 self._batch = self._pool.batch([request.sequence for request in self.requests if request.sequence])
-            return [_forward(self.requests, self._batch, starts)]
+            return [_forward(self.requests, self._batch, starts, self._samples)]
         made = []
         for start in np.unique(starts).tolist():
             chosen = np.flatnonzero(starts == start)
             requests = tuple(self.requests[place] for place in chosen.tolist())
             batch = self._pool.batch([request.sequence for request in requests if request.sequence])
-            made.append(_forward(requests, batch, starts[chosen]))
+            made.append(_forward(requests, batch, starts[chosen], self._samples[chosen]))
         return made
 
 
@@ -114,13 +121,15 @@ def _row(request: Request) -> int:
     return request.sequence.row
 
 
-def _forward(requests: tuple[Request, ...], batch: Batch, starts: Int64Array) -> Forward:
+def _forward(
+    requests: tuple[Request, ...], batch: Batch, starts: Int64Array, samples: npt.NDArray[np.bool_]
+) -> Forward:
     assert len(batch) == len(requests)
     return Forward(
         requests=requests,
         batch=batch,
         num_new_tokens=1,
         starts=starts,
-        samples=np.ones(len(requests), np.bool_),
+        samples=samples,
         is_decode=True,
     )
