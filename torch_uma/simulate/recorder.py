@@ -152,10 +152,9 @@ def _percentiles(values: np.ndarray, weights: np.ndarray) -> dict[str, float]:
     if not len(values):
         return {"mean": 0.0, **{str(percent): 0.0 for percent in PERCENTILES}}
     order = values.argsort()
-    shares = weights[order].cumsum() / weights.sum()
+    reached = weights[order].cumsum()
     found = {
-        str(percent): float(values[order[min(len(order) - 1, shares.searchsorted(percent / 100))]])
-        for percent in PERCENTILES
+        str(percent): float(values[order[reached.searchsorted(percent * reached[-1] / 100)]]) for percent in PERCENTILES
     }
     return {"mean": float(np.average(values, weights=weights)), **found}
 
