@@ -116,6 +116,7 @@ def _reports(options: argparse.Namespace, planned: Plan, work: Work) -> dict[str
             "max_running": options.max_running,
             "step_tokens": options.step_tokens,
             "host_memory": options.host_memory if options.host_memory != "0" else 0,
+            "packed": not any(subpool.is_state for subpool in planned.subpools),  # as a ServingLoop does
         }
         if options.headroom_steps is not None:
             settings["headroom_steps"] = options.headroom_steps
