@@ -119,7 +119,7 @@ def _both(model: Any, run: Run, limit_s: float) -> list[Record]:
     split = default_split(plan(model, memory=memory_bytes))
     records = []
     for name, shares in (("pools", split), ("arena", None)):
-        clients = {"max_running": workload.num_clients, "step_tokens": STEP_TOKENS}
+        clients: dict[str, Any] = {"max_running": workload.num_clients, "step_tokens": STEP_TOKENS}
         with (
             CachePool(model, memory=memory_bytes, max_sequences=workload.num_clients, split=shares) as pool,
             ServingLoop(model, pool=pool, overlap=True, **clients) as loop,
@@ -172,8 +172,8 @@ def _page(records: list[Record], device: str) -> str:
     lines = [
         "# The published workloads, run",
         "",
-        f"`python benchmarks/published_h200.py --live` on {device}. Random weights, bf16; lengths and memory are scaled,",
-        f"and a run ends after {RUN_S:.0f} s at the latest.",
+        f"`python benchmarks/published_h200.py --live` on {device}. Random weights, bf16; lengths and memory are",
+        f"scaled, and a run ends after {RUN_S:.0f} s at the latest.",
         "",
         "| workload | figure | pools | arena | arena / pools |",
         "| --- | --- | --- | --- | --- |",

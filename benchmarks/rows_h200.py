@@ -27,7 +27,7 @@ class Row:
     published: float
     simulated: float
     unit: str = ""
-    why: str = ""
+    why: str
     used_up: bool = False
 
     @property
@@ -62,7 +62,7 @@ class Inputs:
     gpt_oss_bytes: float
 
 
-def infer(scale: int, num_tries: int) -> Inputs:
+def infer(scale: int, *, num_tries: int) -> Inputs:
     """From one number for each model; with lengths divided by `scale`."""
     long, many = LONG.scaled(scale), MANY.scaled(scale)
     gpt_oss_bytes = many.model.budget_bytes() / scale
@@ -98,7 +98,13 @@ def _short(workload: Workload, setting: Setting) -> Iterator[Row]:
             unit="1/s",
             why=f"{TOO_FAST}; prompts are four fifths of the tokens here",
         )
-    yield _gain(workload, 5830 / 5880, pools, arena, "")
+    yield _gain(
+        workload,
+        5830 / 5880,
+        pools,
+        arena,
+        "in less memory than assumed, pools hold fewer states than there are clients",
+    )
 
 
 def _many(workload: Workload, setting: Setting) -> Iterator[Row]:

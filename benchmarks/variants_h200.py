@@ -24,7 +24,7 @@ class Variant:
     gain: float | None = None
 
 
-def variants_of(inputs: Inputs, scale: int) -> Iterator[Variant]:
+def variants_of(inputs: Inputs) -> Iterator[Variant]:
     """How far the results depend on what was assumed."""
     setting = Setting(budget_bytes=inputs.qwen_bytes)
     states = (
@@ -33,12 +33,12 @@ def variants_of(inputs: Inputs, scale: int) -> Iterator[Variant]:
         ("3 slots, bf16", 3, torch.bfloat16),
     )
     for name, slots, dtype in states:
-        served = serve(LONG.scaled(scale), replace(setting, slots=slots, dtype=dtype))
+        served = serve(LONG, replace(setting, slots=slots, dtype=dtype))
         yield Variant(assumed=f"{name} ({LONG})", figure="running", pools=None, arena=served.running)
-        served = serve(GROWING.scaled(scale), replace(setting, slots=slots, dtype=dtype))
+        served = serve(GROWING, replace(setting, slots=slots, dtype=dtype))
         retractions = served.report.retractions_per_1000
         yield Variant(assumed=f"{name} ({GROWING})", figure="retractions", pools=None, arena=retractions)
-    pools, arena = both(GROWING.scaled(scale), replace(setting, headroom_steps=SLOWEST_HEADROOM_STEPS))
+    pools, arena = both(GROWING, replace(setting, headroom_steps=SLOWEST_HEADROOM_STEPS))
     yield Variant(
         assumed=f"room for {SLOWEST_HEADROOM_STEPS:,} tokens when admitted ({GROWING})",
         figure="retractions",
@@ -46,7 +46,7 @@ def variants_of(inputs: Inputs, scale: int) -> Iterator[Variant]:
         arena=arena.report.retractions_per_1000,
     )
     for prompt, new in ((1024, 1024), (1024, 4096)):
-        workload = replace(MANY, num_prompt_tokens=prompt, num_new_tokens=new).scaled(scale)
+        workload = replace(MANY, num_prompt_tokens=prompt, num_new_tokens=new)
         budget_bytes = infer_budget_bytes(workload, RUNNING_GPT_OSS, num_tries=0)
         pools, arena = both(workload, Setting(budget_bytes=budget_bytes))
         assumed = f"{workload}, in the {budget_bytes / 1e9:.0f} GB in which 618 fit"
