@@ -20,7 +20,7 @@ from torch_uma import CachePool, ServingLoop
 from torch_uma.plan import Plan, plan
 from torch_uma.simulate.splits import default_split
 
-RUN_S, DRY_S = 55.0, 1.0  # eight runs, and two models to be made
+RUN_S, DRY_S = 55.0, 30.0  # eight runs, and two models to be made
 STEP_TOKENS = 4096
 DRY_SCALE, DRY_CLIENTS, DRY_REQUESTS = 64, 4, 6
 TINY: dict[str, Any] = {

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from records import Record, record
-from served_h200 import Served, Setting, infer_budget_bytes, infer_lengths, serve
-from workloads_h200 import GROWING, LONG, MANY, RUNNING_GPT_OSS, RUNNING_QWEN, SHORT, Workload
+from served_h200 import Served, Setting, serve
+from workloads_h200 import GROWING, LONG, RUNNING_GPT_OSS, RUNNING_QWEN, SHORT, Workload
 
 TOLERANCE = 0.1
 TUNED_WINDOW_TO_FULL = 0.1
@@ -53,38 +53,17 @@ class Row:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Inputs:
-    """What was not published: the memory of either model's runs, and the lengths of one's."""
-
-    qwen_bytes: float
-    many: Workload
-    gpt_oss_bytes: float
-
-
-def infer(scale: int, *, num_tries: int) -> Inputs:
-    """From one number for each model; with lengths divided by `scale`."""
-    long, many = LONG.scaled(scale), MANY.scaled(scale)
-    gpt_oss_bytes = many.model.budget_bytes() / scale
-    return Inputs(
-        qwen_bytes=infer_budget_bytes(long, RUNNING_QWEN, num_tries=num_tries),
-        many=infer_lengths(many, RUNNING_GPT_OSS, gpt_oss_bytes, num_tries=num_tries),
-        gpt_oss_bytes=gpt_oss_bytes,
-    )
-
-
 def both(workload: Workload, setting: Setting) -> tuple[Served, Served]:
     """Pools and one arena."""
     return serve(workload, replace(setting, is_split=True)), serve(workload, setting)
 
 
-def rows_of(inputs: Inputs, scale: int) -> Iterator[Row]:
-    """Everything that was published."""
-    qwen, gpt_oss = Setting(budget_bytes=inputs.qwen_bytes), Setting(budget_bytes=inputs.gpt_oss_bytes)
-    yield from _short(SHORT.scaled(scale), qwen)
-    yield from _many(inputs.many, gpt_oss)
-    yield from _long(LONG.scaled(scale), qwen)
-    yield from _growing(GROWING.scaled(scale), qwen)
+def qwen_rows(budget_bytes: float, scale: int) -> Iterator[Row]:
+    """What was published of Qwen3.5-4B, with lengths divided by `scale`."""
+    setting = Setting(budget_bytes=budget_bytes)
+    yield from _short(SHORT.scaled(scale), setting)
+    yield from _long(LONG.scaled(scale), setting)
+    yield from _growing(GROWING.scaled(scale), setting)
 
 
 def _short(workload: Workload, setting: Setting) -> Iterator[Row]:
@@ -104,53 +83,6 @@ def _short(workload: Workload, setting: Setting) -> Iterator[Row]:
         pools,
         arena,
         "in less memory than assumed, pools hold fewer states than there are clients",
-    )
-
-
-def _many(workload: Workload, setting: Setting) -> Iterator[Row]:
-    pools, arena = both(workload, setting)
-    yield Row(
-        workload=workload,
-        figure="pools, running",
-        published=RUNNING_GPT_OSS,
-        simulated=pools.running,
-        why=f"used up: the lengths, {workload.num_prompt_tokens:,} and as many, were inferred from it",
-        used_up=True,
-    )
-    yield Row(
-        workload=workload,
-        figure="arena, running",
-        published=1000,
-        simulated=arena.running,
-        why="published as about 1,000; the clients were assumed to be 1,024",
-    )
-    for name, published, served in (("pools", 43, pools), ("arena", 6, arena)):
-        yield Row(
-            workload=workload,
-            figure=f"{name}, first token",
-            published=published,
-            simulated=served.first_token_s,
-            unit="s",
-            why="lengths, clients and the number of requests were not published, and the wait is as long as an answer "
-            "takes; with shorter answers it is shorter, as shown below",
-        )
-    yield _gain(
-        workload,
-        1.14,
-        pools,
-        arena,
-        "attention at long contexts is bound by the bytes of keys and values, which grow with who runs; the gain "
-        "depends on the lengths, which were not published, as shown below",
-    )
-    pools = serve(workload, replace(setting, is_split=True, window_to_full=TUNED_WINDOW_TO_FULL))
-    yield _gain(
-        workload,
-        0.88,
-        pools,
-        arena,
-        "the reference's own arena costs it time in every forward (translated page numbers, compaction); here moves "
-        "are charged and cost less than 1 %, and pools at 0.1 waste little memory: not much is left to gain or to lose",
-        f"arena / pools at {TUNED_WINDOW_TO_FULL}, output tokens",
     )
 
 
@@ -194,6 +126,55 @@ def _growing(workload: Workload, setting: Setting) -> Iterator[Row]:
             "reference reserves more after each retraction, here it is always the same; the number of requests was "
             "not published either",
         )
+
+
+def gpt_oss_rows(workload: Workload, budget_bytes: float) -> Iterator[Row]:
+    """What was published of GPT-OSS-20B, for a workload whose lengths were inferred."""
+    setting = Setting(budget_bytes=budget_bytes)
+    pools, arena = both(workload, setting)
+    yield Row(
+        workload=workload,
+        figure="pools, running",
+        published=RUNNING_GPT_OSS,
+        simulated=pools.running,
+        why=f"used up: the lengths, {workload.num_prompt_tokens:,} and as many, were inferred from it",
+        used_up=True,
+    )
+    yield Row(
+        workload=workload,
+        figure="arena, running",
+        published=1000,
+        simulated=arena.running,
+        why="published as about 1,000; the clients were assumed to be 1,024",
+    )
+    for name, published, served in (("pools", 43, pools), ("arena", 6, arena)):
+        yield Row(
+            workload=workload,
+            figure=f"{name}, first token",
+            published=published,
+            simulated=served.report.first_token_s["mean"],
+            unit="s",
+            why="lengths, clients and the number of requests were not published, and the wait is as long as an answer "
+            "takes; with shorter answers it is shorter, as shown below",
+        )
+    yield _gain(
+        workload,
+        1.14,
+        pools,
+        arena,
+        "attention at long contexts is bound by the bytes of keys and values, which grow with who runs; the gain "
+        "depends on the lengths, which were not published, as shown below",
+    )
+    pools = serve(workload, replace(setting, is_split=True, window_to_full=TUNED_WINDOW_TO_FULL))
+    yield _gain(
+        workload,
+        0.88,
+        pools,
+        arena,
+        "the reference's own arena costs it time in every forward (translated page numbers, compaction); here moves "
+        "are charged and cost less than 1 %, and pools at 0.1 waste little memory: not much is left to gain or to lose",
+        f"arena / pools at {TUNED_WINDOW_TO_FULL}, output tokens",
+    )
 
 
 def _gain(
