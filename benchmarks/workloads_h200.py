@@ -58,7 +58,11 @@ ASSUMPTIONS: tuple[tuple[str, str, str], ...] = (
     ),
     ("prefix cache", "none; who is retracted is computed again", "prompts are random"),
     ("clients", "one request each at a time, 4 each in all", "how many was not published; 2 are shown too"),
-    ("GPT-OSS clients", "1,024", "not published: about 1,000 run, and 43 s of waiting need more than 618"),
+    (
+        "GPT-OSS clients",
+        "1,024, or twice as many where it is asked how many fit",
+        "not published; after the published 1,000, which counts where one waits for the first token, and for the gain",
+    ),
     ("GPT-OSS lengths", "prompt and answer equally long, all alike", "not published; others are shown"),
 )
 

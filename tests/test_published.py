@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "benchmarks"))
 
 from geometries import qwen3_5_4b  # noqa: E402
-from rows_h200 import TOLERANCE, Row  # noqa: E402
+from rows_h200 import GAIN_TOLERANCE, TOLERANCE, Row  # noqa: E402
 from served_h200 import Setting, full_tokens_per_byte, infer_budget_bytes, serve  # noqa: E402
 from workloads_h200 import GPT_OSS, GROWING, LONG, MANY, QWEN, SHORT  # noqa: E402
 
@@ -58,6 +58,9 @@ def test_the_live_form_goes_to_its_end_without_a_gpu(tmp_path: Path) -> None:
 def test_a_difference_is_said_only_where_there_is_one() -> None:
     near = Row(workload=SHORT, figure="", published=100, simulated=109, why="because")
     assert not near.remark
+    gain = Row(workload=SHORT, figure="", published=1.26, simulated=1.2, why="because", is_gain=True)
+    assert GAIN_TOLERANCE < abs(gain.deviation) < TOLERANCE
+    assert gain.remark == "because"
     assert Row(workload=SHORT, figure="", published=100, simulated=111, why="because").remark == "because"
     assert (
         Row(workload=SHORT, figure="", published=100, simulated=100, why="an input", used_up=True).remark == "an input"
