@@ -20,7 +20,7 @@ from torch_uma import CachePool, ServingLoop
 from torch_uma.plan import Plan, plan
 from torch_uma.simulate.splits import default_split
 
-RUN_S, DRY_S = 55.0, 1.0  # eight runs, and two models to be made
+RUN_S, DRY_S = 55.0, 30.0  # eight runs, and two models to be made
 STEP_TOKENS = 4096
 DRY_SCALE, DRY_CLIENTS, DRY_REQUESTS = 64, 4, 6
 TINY: dict[str, Any] = {
@@ -119,7 +119,7 @@ def _both(model: Any, run: Run, limit_s: float) -> list[Record]:
     split = default_split(plan(model, memory=memory_bytes))
     records = []
     for name, shares in (("pools", split), ("arena", None)):
-        clients = {"max_running": workload.num_clients, "step_tokens": STEP_TOKENS}
+        clients: dict[str, Any] = {"max_running": workload.num_clients, "step_tokens": STEP_TOKENS}
         with (
             CachePool(model, memory=memory_bytes, max_sequences=workload.num_clients, split=shares) as pool,
             ServingLoop(model, pool=pool, overlap=True, **clients) as loop,
@@ -172,8 +172,8 @@ def _page(records: list[Record], device: str) -> str:
     lines = [
         "# The published workloads, run",
         "",
-        f"`python benchmarks/published_h200.py --live` on {device}. Random weights, bf16; lengths and memory are scaled,",
-        f"and a run ends after {RUN_S:.0f} s at the latest.",
+        f"`python benchmarks/published_h200.py --live` on {device}. Random weights, bf16; lengths and memory are",
+        f"scaled, and a run ends after {RUN_S:.0f} s at the latest.",
         "",
         "| workload | figure | pools | arena | arena / pools |",
         "| --- | --- | --- | --- | --- |",

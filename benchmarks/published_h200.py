@@ -7,7 +7,7 @@ Both are run by the same scheduler and allocator on the clock of `torch_uma.simu
 ratios of that engine. Every assumption is in workloads_h200.py, and printed. Two inputs were not published, and each is
 inferred from one published number of the pools, whose row is then used up: the memory of the runs of Qwen3.5-4B from 22
 running requests, and the lengths of those of GPT-OSS-20B, in the memory that the defaults leave, from 618. With --quick
-lengths are a 32nd and few things are inferred, to see that it runs; with --live the workloads run for real, as
+lengths are a 32nd and nothing is varied, to see that it runs; with --live the workloads run for real, as
 live_h200.py says.
 """
 
@@ -15,14 +15,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 from live_h200 import run_live
 from records import Record, parser, publish, record
-from rows_h200 import Inputs, Row, infer, rows_of
-from served_h200 import full_tokens_per_byte
-from variants_h200 import Variant, variants_of
-from workloads_h200 import ASSUMPTIONS, GPT_OSS, LONG, QWEN
+from rows_h200 import Row, gpt_oss_rows, qwen_rows
+from served_h200 import full_tokens_per_byte, infer_budget_bytes, infer_lengths
+from variants_h200 import Variant, gpt_oss_variants, qwen_variants
+from workloads_h200 import ASSUMPTIONS, GPT_OSS, LONG, MANY, QWEN, RUNNING_GPT_OSS, RUNNING_QWEN
 
 QUICK_SCALE = 32
 NUM_TRIES = 3
@@ -39,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.live:
         records, page = run_live(is_dry=given.dry)
     else:
-        records, page = simulate(QUICK_SCALE if given.quick else 1, 1 if given.quick else NUM_TRIES)
+        records, page = simulate(is_quick=given.quick)
     publish(records, given.json)
     if given.markdown is not None:
         given.markdown.write_text(page)
@@ -48,70 +50,94 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def simulate(scale: int, num_tries: int) -> tuple[list[Record], str]:
-    """All figures, as records and as a page."""
-    inputs = infer(scale, num_tries)
-    rows = list(rows_of(inputs, scale))
-    variants = list(variants_of(inputs, scale))
-    records = [row.record() for row in rows]
-    for variant in variants:
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """All that was found for one model; `inferred` says which input was, and from what."""
+
+    inferred: str
+    rows: list[Row]
+    variants: list[Variant]
+
+
+def simulate(*, is_quick: bool) -> tuple[list[Record], str]:
+    """All figures, as records and as a page; if quick, of short requests, and nothing is varied."""
+    with ProcessPoolExecutor(max_workers=2) as workers:
+        results = [workers.submit(find, is_quick) for find in (_find_qwen, _find_gpt_oss)]
+        found = [result.result() for result in results]
+    records = [row.record() for figures in found for row in figures.rows]
+    for variant in (variant for figures in found for variant in figures.variants):
         for name, value in (("pools", variant.pools), ("arena", variant.arena), ("arena / pools", variant.gain)):
             if value is not None:
                 records.append(record(variant.assumed, f"{name}, {variant.figure}", value, ""))
-    return records, "\n".join(_page(inputs, rows, variants)) + "\n"
+    return records, "\n".join(_page(found)) + "\n"
 
 
-def _page(inputs: Inputs, rows: Sequence[Row], variants: Sequence[Variant]) -> list[str]:
-    many = inputs.many
+def _find_qwen(is_quick: bool) -> Figures:
+    scale, num_tries = (QUICK_SCALE, 1) if is_quick else (1, NUM_TRIES)
+    budget_bytes = infer_budget_bytes(LONG.scaled(scale), RUNNING_QWEN, num_tries=num_tries)
+    num_fitting = QWEN.budget_bytes() * full_tokens_per_byte(LONG) / LONG.mean_tokens
+    return Figures(
+        inferred=f"The memory of the runs of {QWEN.name}, {budget_bytes / 1e9:.1f} GB, from {RUNNING_QWEN} running in "
+        f"pools at {LONG.num_prompt_tokens:,} in / {LONG.num_new_tokens:,} out. The defaults would leave "
+        f"{QWEN.budget_bytes() / 1e9:.0f} GB, in which pools hold {num_fitting:.0f} such requests, more than the "
+        f"{LONG.num_clients} clients: the runs had less.",
+        rows=list(qwen_rows(budget_bytes, scale)),
+        variants=[] if is_quick else list(qwen_variants(budget_bytes)),
+    )
+
+
+def _find_gpt_oss(is_quick: bool) -> Figures:
+    scale, num_tries = (QUICK_SCALE, 1) if is_quick else (1, NUM_TRIES)
+    budget_bytes = GPT_OSS.budget_bytes() / scale
+    many = infer_lengths(MANY.scaled(scale), RUNNING_GPT_OSS, budget_bytes, num_tries=num_tries)
+    return Figures(
+        inferred=f"The lengths of the runs of {GPT_OSS.name}, {many.num_prompt_tokens:,} in and "
+        f"{many.num_new_tokens:,} out, from {RUNNING_GPT_OSS} running in pools, in the {budget_bytes / 1e9:.0f} GB "
+        "that the defaults leave.",
+        rows=list(gpt_oss_rows(many, budget_bytes)),
+        variants=[] if is_quick else list(gpt_oss_variants()),
+    )
+
+
+def _page(found: Sequence[Figures]) -> list[str]:
+    head = ("workload", "figure", "published", "simulated", "deviation", "remark")
+    lines = [
+        (
+            str(row.workload),
+            row.figure,
+            _number(row.published, row.unit),
+            _number(row.simulated, row.unit),
+            "used up" if row.used_up else f"{row.deviation:+.1%}",
+            row.remark,
+        )
+        for figures in found
+        for row in figures.rows
+    ]
+    variants = [variant for figures in found for variant in figures.variants]
+    otherwise = [(v.assumed, v.figure, _number(v.pools), _number(v.arena), _number(v.gain)) for v in variants]
     return [
         "# Published figures of one H200, simulated",
         "",
-        "`python benchmarks/published_h200.py --markdown PATH` ([published_h200.py](../../benchmarks/published_h200.py)):",
-        "one arena and fixed pools, both run by this scheduler and allocator on a simulated clock, beside what was",
-        "published of an engine that has both. Nothing here was measured on a GPU. Running requests are medians over",
-        "rounds; a deviation of more than 10 % is explained.",
+        "`python benchmarks/published_h200.py --markdown PATH`",
+        "([published_h200.py](../../benchmarks/published_h200.py)): one arena and fixed pools, both run by this",
+        "scheduler and allocator on a simulated clock, beside what was published of an engine that has both. Nothing",
+        "here was measured on a GPU. Running requests are medians over rounds. A deviation of more than 10 % is",
+        "explained, and of more than 2 % where it is of a ratio.",
         "",
-        *_table(
-            ("workload", "figure", "published", "simulated", "deviation", "remark"),
-            [
-                (
-                    str(row.workload),
-                    row.figure,
-                    _number(row.published, row.unit),
-                    _number(row.simulated, row.unit),
-                    "used up" if row.used_up else f"{row.deviation:+.1%}",
-                    row.remark,
-                )
-                for row in rows
-            ],
-        ),
+        *_table(head, lines),
         "",
         "## Inferred",
         "",
-        f"- The memory of the runs of {QWEN.name}, {inputs.qwen_bytes / 1e9:.1f} GB, from 22 running in pools. The defaults",
-        f"  would leave {QWEN.budget_bytes() / 1e9:.0f} GB, in which pools hold {_fitting(LONG.mean_tokens):.0f} requests of "
-        f"{LONG.mean_tokens:,.0f} tokens, more than the 64 that were there:",
-        "  the runs had less, by whichever setting.",
-        f"- The lengths of the runs of {GPT_OSS.name}, {many.num_prompt_tokens:,} in and {many.num_new_tokens:,} out, from 618 "
-        "running in pools, in the",
-        f"  {inputs.gpt_oss_bytes / 1e9:.0f} GB that the defaults leave.",
+        *(f"- {figures.inferred}" for figures in found),
         "",
         "## Assumed",
         "",
-        *_table(("what", "value", "why"), list(ASSUMPTIONS)),
+        *_table(("what", "value", "why"), ASSUMPTIONS),
         "",
         "## If it is otherwise",
         "",
-        *_table(
-            ("assumed instead", "figure", "pools", "arena", "arena / pools, tokens/s"),
-            [(v.assumed, v.figure, _number(v.pools), _number(v.arena), _number(v.gain)) for v in variants],
-        ),
+        *_table(("assumed instead", "figure", "pools", "arena", "arena / pools, tokens/s"), otherwise),
     ]
-
-
-def _fitting(num_tokens: float) -> float:
-    """Requests of so many tokens that pools hold in the default memory of Qwen3.5-4B."""
-    return QWEN.budget_bytes() * full_tokens_per_byte(LONG) / num_tokens
 
 
 def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:

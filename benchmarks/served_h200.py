@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import statistics
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
 
 import torch
 from workloads_h200 import (
@@ -21,6 +25,8 @@ from torch_uma.plan import Plan, plan
 from torch_uma.scheduling import Round, Scheduler
 from torch_uma.simulate import Arrival, Report, Work, replay
 from torch_uma.simulate.splits import default_split
+
+NEAR = 0.01  # as good as the number that something is inferred from
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,43 +49,55 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """What came of it; `running` is the median over rounds, `first_token_s` the mean that a client sees."""
+    """What came of it; `running` is the median over rounds."""
 
     report: Report
     running: float
-    first_token_s: float
 
 
-@dataclass(kw_only=True)
-class Clients:
-    """When each request was asked for: client after client asks again as soon as an answer is complete."""
+class Clients(Sequence[Arrival]):
+    """The requests of clients who each wait for an answer and ask again: when one arrives is known once it has to be.
 
-    work: Work
-    _now_s: float = 0.0
-    _answered_s: list[float] = field(default_factory=list)
+    The clock is that of the replay, but for the bytes that are moved, which cost milliseconds.
+    """
+
+    def __init__(self, workload: Workload, work: Work) -> None:
+        self._workload = workload
+        self._work = work
+        self._scheduler: Scheduler | None = None
+        self._now_s = 0.0
+        self._answered_s: list[float] = []
 
     def see(self, scheduler: Scheduler, round: Round) -> None:
-        """A round is decided; what was finished before it is answered by now."""
-        self._answered_s += [self._now_s] * (scheduler.stats().finished - len(self._answered_s))
-        self._now_s += sum(self.work.seconds(forward, H200) for forward in round.forwards)
+        """A round is decided: it will take as long as its forwards do."""
+        self._scheduler = scheduler
+        self._now_s += sum(self._work.seconds(forward, H200) for forward in round.forwards)
 
-    def mean_asked_s(self, workload: Workload) -> float:
-        """When requests were asked for, on average; the first one of each client at 0."""
-        return sum(self._answered_s[: workload.num_requests - workload.num_clients]) / workload.num_requests
+    def __len__(self) -> int:
+        return self._workload.num_requests
+
+    def __getitem__(self, number: Any) -> Any:
+        if number >= len(self):
+            raise IndexError(number)
+        if self._scheduler is not None:
+            num_answered = self._scheduler.stats().finished
+            self._answered_s += [self._now_s] * (num_answered - len(self._answered_s))
+        before = number - self._workload.num_clients  # whose answer this one waits for
+        at_s = 0.0 if before < 0 else self._answered_s[before] if before < len(self._answered_s) else math.inf
+        prompt, new = self._workload.num_prompt_tokens, self._workload.num_new_tokens
+        return Arrival(at_s=at_s, num_prompt_tokens=prompt, num_new_tokens=new)
 
 
+@cache
 def serve(workload: Workload, setting: Setting) -> Served:
-    """Serve a workload. All requests wait from the beginning, in order, and as many run as there are clients at most:
-    that is the schedule of clients who each wait for an answer and ask again, but for when a request was asked for.
-    """
+    """Serve a workload on the clock of the named device."""
     layers = workload.model.layers(setting.slots, setting.dtype)
     planned = plan(layers, memory=int(setting.budget_bytes), page_size=PAGE_SIZE)
     work = workload.model.work(setting.dtype)
-    clients = Clients(work=work)
-    arrival = Arrival(at_s=0.0, num_prompt_tokens=workload.num_prompt_tokens, num_new_tokens=workload.num_new_tokens)
+    clients = Clients(workload, work)
     report = replay(
         planned,
-        [arrival] * workload.num_requests,
+        clients,
         work=work,
         device=H200,
         split=setting.split(planned),
@@ -88,21 +106,20 @@ def serve(workload: Workload, setting: Setting) -> Served:
         step_tokens=STEP_TOKENS,
         headroom_steps=setting.headroom_steps,
     )
-    return Served(
-        report=report,
-        running=statistics.median(count for _, count in report.running),
-        first_token_s=report.first_token_s["mean"] - clients.mean_asked_s(workload),
-    )
+    return Served(report=report, running=statistics.median(count for _, count in report.running))
 
 
 def infer_budget_bytes(workload: Workload, num_running: float, *, num_tries: int) -> float:
     """The memory in which pools run so many requests of a workload at once, with tokens for full attention scarce.
 
-    A first value is that in which so many requests of mean length fit; each try serves the workload and corrects it.
+    A first value is that in which so many requests of mean length fit; each try serves the workload and corrects it,
+    until it is near.
     """
     budget_bytes = num_running * workload.mean_tokens / full_tokens_per_byte(workload)
     for _ in range(num_tries):
         served = serve(workload, Setting(budget_bytes=budget_bytes, is_split=True))
+        if abs(served.running / num_running - 1) <= NEAR:
+            break
         budget_bytes *= num_running / served.running
     return budget_bytes
 
@@ -112,6 +129,8 @@ def infer_lengths(workload: Workload, num_running: float, budget_bytes: float, *
     scale = budget_bytes * full_tokens_per_byte(workload) / (num_running * workload.mean_tokens)
     for _ in range(num_tries):
         served = serve(_stretched(workload, scale), Setting(budget_bytes=budget_bytes, is_split=True))
+        if abs(served.running / num_running - 1) <= NEAR:
+            break
         scale *= served.running / num_running
     return _stretched(workload, scale)
 
