@@ -61,7 +61,8 @@ def traits_of(model: Any, pool: CachePool) -> Traits:
             f"model.set_attn_implementation({NAME!r})"
         )
     argument = cache_argument(model.forward)
-    assert argument is not None
+    if argument is None:
+        raise PlanError(f"the forward of {type(model).__name__} takes no cache, so that no loop can serve it")
     together = try_together(model, pool)
     return Traits(
         packed=together.packed,
