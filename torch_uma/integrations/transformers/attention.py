@@ -135,8 +135,7 @@ def attention(
             return result
         if s_aux is not None:
             sinks = s_aux.view(1, -1, 1, 1).expand(*query.shape[:3], 1)
-        result = _plain(query, key, value, attention_mask, scale, softcap, sinks, position_bias)
-        return result.contiguous(), None
+        return _plain(query, key, value, attention_mask, scale, softcap, sinks, position_bias).contiguous(), None
     if dropout:
         raise SequenceError("attention over the arena has no dropout; call model.eval(), or pass use_cache=False")
     if torch.is_grad_enabled() and query.requires_grad:
