@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
 
+from pools import layer
+
+from torch_uma.layout import Chunk, Full, Layer, State, Window
 from torch_uma.pool import CachePool
 from torch_uma.scheduling import Forward, Request, Round, Scheduler
+
+
+def random_layers(rnd: random.Random, *, chunks: bool) -> list[Layer]:
+    """Some kinds of memory; windows and chunks are shorter and longer than pages."""
+    kinds = [
+        layer(Full(), tokens_per_entry=rnd.choice([1, 1, 4]), width=rnd.choice([4, 8])),
+        layer(Window(rnd.choice([1, 2, 5, 7, 12])), width=rnd.choice([4, 12])),
+        layer(Window(rnd.choice([20, 33])), width=8),
+        layer(State(), width=rnd.choice([8, 40])),
+    ]
+    if chunks:
+        kinds += [layer(Chunk(rnd.choice([2, 5, 9, 16])), width=4), layer(Chunk(rnd.choice([3, 8])), width=8)]
+    return rnd.sample(kinds, rnd.randint(1, 4))
 
 
 @dataclass

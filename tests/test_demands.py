@@ -295,7 +295,7 @@ def test_pages_with_a_lease_do_not_leave() -> None:
 
 
 @pytest.mark.parametrize("forked", [False, True])
-def test_a_token_that_is_dead_at_once_takes_no_page_of_its_own(forked: bool) -> None:
+def test_a_single_token_has_a_place_in_its_step_even_if_it_is_dead_then(forked: bool) -> None:
     """However a batch is made up: with a fork among the rows, a step looks at shared pages too."""
     pool = make_pool([layer(Full()), layer(Window(1)), layer(Chunk(3))], page_size=1)
     sequences = [pool.add(), pool.add()]
@@ -303,14 +303,19 @@ def test_a_token_that_is_dead_at_once_takes_no_page_of_its_own(forked: bool) -> 
         pool.begin(sequences[:1], 2).commit()
         sequences.append(sequences[0].fork())
     books, rows = asked(pool, sequences[1:2])
-    assert pages_ahead(books, rows, 7)[:, :, 0].T.tolist() == [[1, 2, 2, 1, 2, 2, 1], [0] * 7, [1, 2, 3, 4, 5, 6, 7]]
+    assert pages_ahead(books, rows, 7)[:, :, 0].T.tolist() == [[1, 2, 3, 1, 2, 3, 1], [1] * 7, [1, 2, 3, 4, 5, 6, 7]]
     for length in range(1, 8):
-        assert step_pages(books, rows, 1).T.tolist() == [[length % 3 > 0, 0, 1]]
-        assert released_by_step(books, rows, 1).T.tolist() == [[2 * (length % 3 == 0), 0, 0]]
+        assert step_pages(books, rows, 1).T.tolist() == [[1, 1, 1]]
+        assert released_by_step(books, rows, 1).T.tolist() == [[3 * (length % 3 == 0), 1, 0]]
         step = pool.begin(sequences, 1)
+        assert sequences[1].num_pages == ((length - 1) % 3 + 1, 1, length)
         step.commit()
         assert sequences[1].num_pages == (length % 3, 0, length)
         pool.check()
+    # Of several tokens, those that no later step needs have none.
+    assert step_pages(books, rows, 2).T.tolist() == [[0, 0, 2]] and released_by_step(books, rows, 2).T.tolist() == [
+        [1, 0, 0]
+    ]
 
 
 def test_plans_are_asked_without_any_memory() -> None:

@@ -31,12 +31,15 @@ class Extent(NamedTuple):
 
 
 def extent_of(books: Sequences, k: Int64Array, rows: Int64Array, new: Int64Array) -> Extent:
-    """The extents of sub-pools `k` and rows `rows`, [pairs] int64 each, that get as long as `new`."""
-    lifespans, end = books.lifespans, books.end[k, rows]
+    """The extents of sub-pools `k` and rows `rows`, [pairs] int64 each, that get as long as `new`.
+
+    A single token has a place in its step even if it is dead then, so that it can be read there.
+    """
+    lifespans, end, past = books.lifespans, books.end[k, rows], books.length[rows]
     needed = lifespans.first_needed_page(k, np.minimum(new, books.kept[rows]))
-    start = np.maximum(end, needed)
+    start = np.where(new - past == 1, end, np.maximum(end, needed))
     num_new = np.maximum(lifespans.num_pages(k, new) - start, 0)
-    filled = lifespans.num_pages(k, books.length[rows])
+    filled = lifespans.num_pages(k, past)
     room = np.clip(np.minimum(end, needed) - filled, 0, num_new)
     return Extent(end, needed, start, num_new, filled, room)
 
@@ -109,8 +112,9 @@ def released_by_step(books: Sequences, rows: Int64Array, num_new_tokens: int | I
         return released
     extent = extent_of(books, k, rows[column], new[column])
     first, stop = books.first[k, rows[column]], np.minimum(extent.end, extent.needed)
+    released[k, column] = np.clip(extent.needed - extent.start, 0, extent.num_new)
     if not may_stay(books):
-        released[k, column] = stop - first - extent.room
+        released[k, column] += stop - first - extent.room
         return released
     pair, dead = np.arange(len(k)).repeat(stop - first), spread(first, stop - first)
     serves = (dead >= extent.filled[pair]) & (dead < (extent.filled + extent.room)[pair])
@@ -134,16 +138,13 @@ def pages_ahead(books: Sequences, rows: Int64Array, num_steps: int) -> Int64Arra
     ahead = np.zeros((num_steps, len(books.first), len(rows)), np.int64)
     step, k, column = (books.capacity.take(rows, axis=1) < new).nonzero()
     if len(k):
-        end, kept = books.end[k, rows[column]], books.kept[rows[column]]
-        ahead[step, k, column] = lifespans.num_stored(k, end, lifespans.num_pages(k, new[step, 0, column]), kept)
+        ahead[step, k, column] = lifespans.num_pages(k, new[step, 0, column]) - books.end[k, rows[column]]
     is_held = may_stay(books)
     step, k, column = (books.last_needing.take(rows, axis=1) < new - 1).nonzero()
     if len(k):
         first, end = books.first[k, rows[column]], books.end[k, rows[column]]
         needed = lifespans.first_needed_page(k, new[step, 0, column] - 1)
-        ahead[step, k, column] -= lifespans.num_stored(k, end, np.maximum(end, needed), NEVER)
-        if not is_held:
-            ahead[step, k, column] -= np.minimum(end, needed) - first
+        ahead[step, k, column] -= np.maximum(needed - end, 0) if is_held else needed - first
     if is_held:
         shared = shared_cells_of(books, rows)
         ahead[:, shared.k, shared.place] += 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from torch_uma.books import Sequences
-from torch_uma.demands import may_stay, pages_ahead, released_by_step, step_pages
+from torch_uma.demands import may_stay, pages_ahead, pages_alone, released_by_step, step_pages
 from torch_uma.lifespans import Lifespans
 from torch_uma.plan import Plan
 from torch_uma.tables import Int64Array
@@ -33,7 +33,7 @@ class Outlook:
 
     def decoding(self, books: Sequences, rows: Int64Array, left: Int64Array) -> Int64Array:
         """[1 + steps, sub-pools, n] shares of rows that decode, and will for `left` [n] more tokens, at least 1."""
-        if may_stay(books) or self._lifespans.any_passing:
+        if may_stay(books):
             ahead = np.zeros((1 + int(self.steps[-1]), self._lifespans.num_subpools, len(rows)), np.int64)
             ahead[1:] = pages_ahead(books, rows, len(ahead) - 1)
             steps = np.concatenate([np.zeros((1, len(rows)), np.int64), np.minimum(self.steps[:, None], left)])
@@ -54,7 +54,13 @@ class Outlook:
         share = np.repeat(taken[None], 1 + len(self.steps), axis=0)
         share[1:] -= released_by_step(books, rows, num_tokens)[:, 0]
         if is_last:
-            share[1:] += self._decoding_after(int(books.length[row]) + num_tokens, left, stays=may_stay(books))
+            length = int(books.length[row]) + num_tokens
+            added = self._decoding_after(length, left)
+            if may_stay(books):  # what others hold of the row, too, stays where the row lets go of it
+                staying = (books.end[:, row] - books.first[:, row]) - pages_alone(books, rows)[:, 0]
+                ends = self._lifespans.num_pages(self._every, length + np.clip(self.steps - 1, 0, left)).T
+                added = np.minimum(added + staying, ends - self._lifespans.num_pages(self._every, np.array([length])).T)
+            share[1:] += added
         return share
 
     def fresh(self, num_tokens: int, num_run: int, left: int) -> Int64Array:
@@ -82,18 +88,12 @@ class Outlook:
         """[sub-pools] pages that a row without room ahead holds while it goes from `past` to `new` tokens."""
         return fullest(self._lifespans, np.array([past]), np.array([new]))[:, 0]
 
-    def _decoding_after(self, num_tokens: int, left: int, *, stays: bool = False) -> Int64Array:
-        """[steps, sub-pools] what a row adds to its `num_tokens` in decode steps that begin with the next round.
-
-        Where pages may stay that the row lets go of, as others hold them, none is counted as having left.
-        """
+    def _decoding_after(self, num_tokens: int, left: int) -> Int64Array:
+        """[steps, sub-pools] what a row adds to its `num_tokens` in decode steps that begin with the next round."""
         held = np.array(self._plan.demand(num_tokens), np.int64)
         added = np.zeros((len(self.steps), len(held)), np.int64)
         for stage, step in enumerate(np.minimum(self.steps - 1, left).tolist()):
-            if step > 0 and stays:
-                reach = self._lifespans.num_pages(self._every, np.array([[num_tokens, num_tokens + step]]))
-                added[stage] = reach[:, 1] - reach[:, 0]
-            elif step > 0:
+            if step > 0:
                 added[stage] = self.fullest(num_tokens + step - 1, num_tokens + step) - held
         return added
 
@@ -102,7 +102,8 @@ def fullest(lifespans: Lifespans, past: Int64Array, new: Int64Array) -> Int64Arr
     """[sub-pools, n] pages that rows without room ahead hold while they go from `past` to `new` tokens, [n] each."""
     every = np.arange(lifespans.num_subpools)[:, None]
     past_end = lifespans.num_pages(every, past)
-    first_new = np.maximum(past_end, lifespans.first_needed_page(every, new))
+    # A single token has a place in its step even if it is dead then.
+    first_new = np.where(new - past == 1, past_end, np.maximum(past_end, lifespans.first_needed_page(every, new)))
     pages: Int64Array = past_end - lifespans.first_needed_page(every, past)
     pages += np.maximum(0, lifespans.num_pages(every, new) - first_new)
     pages[list(lifespans.states)] = 1

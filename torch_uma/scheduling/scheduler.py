@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from torch_uma.pool import CachePool
 
 
+_MOST_PRIORITY = 1 << 31
+
+
 @dataclass(kw_only=True)
 class SchedulerStats:
     """What a scheduler has done so far, in numbers of requests, tokens, rounds and bytes."""
@@ -178,7 +181,9 @@ class Scheduler:
         """
         self.pool.guard.enter()
         prompt, new = _lengths(num_prompt_tokens, max_new_tokens)
-        priority = whole(priority, "the priority of a request", least=-(1 << 31), error=SequenceError)
+        priority = whole(priority, "the priority of a request", least=-_MOST_PRIORITY, error=SequenceError)
+        if priority > _MOST_PRIORITY:
+            raise SequenceError(f"the priority of a request is at most {_MOST_PRIORITY}, not {priority}")
         if prompt + new > self.max_request_tokens:
             self._refuse(prompt, new)
         self._stats.submitted += 1
