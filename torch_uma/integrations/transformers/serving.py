@@ -196,6 +196,8 @@ class ServingLoop:
         """
         if self._is_closed:
             return
+        if not self._pool.closed:
+            self._pool.guard.enter()
         self._is_closed = True
         rounds = [launched.round for launched in self._launched]
         self._launched.clear()
