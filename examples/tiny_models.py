@@ -7,18 +7,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     BambaConfig,
     BambaForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
 )
 
-VOCABULARY = 260  # the 256 bytes, then padding
+VOCABULARY = 260  # the 256 bytes, then padding and three that mark the turns of a chat
 PAD = 256
+MARKS = {"<|pad|>": PAD, "<|end|>": 257, "<|user|>": 258, "<|assistant|>": 259}
 WINDOW = 24
 TIE_MARGIN = 1e-4
 _COMMON: dict[str, Any] = {
@@ -99,6 +102,25 @@ def build(name: str, *, attention: str = "eager") -> PreTrainedModel:
     model.set_attn_implementation(attention)
     model.eval().requires_grad_(False)
     return model
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Returns a tokenizer with a token for each byte, and a template for chats."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]  # the bytes that ByteLevel writes as themselves
+    others = iter(range(256, 512))
+    vocabulary = {chr(byte if byte in shown else next(others)): byte for byte in range(256)} | MARKS
+    made = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made,
+        pad_token="<|pad|>",
+        eos_token="<|end|>",
+        additional_special_tokens=["<|user|>", "<|assistant|>"],
+        chat_template="{% for message in messages %}"
+        "{{ '<|assistant|>' if message.role == 'assistant' else '<|user|>' }}{{ message.content }}<|end|>"
+        "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}",
+    )
 
 
 def prompts(lengths: Sequence[int], *, seed: int = 0) -> dict[str, torch.Tensor]:

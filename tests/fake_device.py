@@ -15,10 +15,12 @@ from models import build
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from torch_uma import CachePool
+from torch_uma.integrations.transformers.options import resolve
+from torch_uma.integrations.transformers.sampling import Sampling, choose
 from torch_uma.ops.attend_gathered import attend_gathered
 
 DEVICE = "npu"
@@ -90,8 +92,38 @@ def run_attention() -> None:
             attend_gathered(arena, query, *tables, *layout, **given)
 
 
+def samplings(model: Any) -> list[Sampling]:
+    """One for each kind of row, whose processors have been called once."""
+    options: Sequence[dict[str, Any]] = (
+        {},
+        {"do_sample": True, "temperature": 0.7, "top_k": 9, "top_p": 0.8, "min_p": 0.1, "typical_p": 0.9},
+        {"do_sample": True, "epsilon_cutoff": 0.1, "suppress_tokens": [3], "renormalize_logits": True},
+        {"remove_invalid_values": True, "sequence_bias": {(3,): 1.0, (4,): 2.0}, "bad_words_ids": [[5], [6]]},
+        {"bad_words_ids": [[5], [6], [6, 7], [8, 9]], "begin_suppress_tokens": [1], "forced_eos_token_id": 3},
+        {"repetition_penalty": 1.1, "no_repeat_ngram_size": 2, "min_new_tokens": 9, "eos_token_id": [1, 2]},
+    )
+    asked = [resolve(model, [1, 2, 3], max_new_tokens=5, **each)[0] for each in options]
+    choose(asked, torch.zeros(len(asked), 260), [[1, 2, 3]] * len(asked))
+    return asked
+
+
+def run_choosing(asked: list[Sampling]) -> None:
+    """Tokens for rows of unequal options, of whose texts the host has not seen the last token."""
+    for processor in (processor for sampling in asked for processor in sampling.processors):
+        for name, value in vars(processor).items():
+            there = tree_map_only(Tensor, lambda tensor: zeros(*tensor.shape, dtype=tensor.dtype), value)
+            setattr(processor, name, there)
+    for rows in (asked * 2, asked[:1], asked[1:2] * 2, asked[-1:]):  # an index of one number is taken for a constant
+        logits, texts = zeros(len(rows), 260, dtype=torch.bfloat16), [[zeros(3), zeros(1)]] * len(rows)
+        choose(rows, logits, texts)  # puts there which rows go together
+        with OnDevice():
+            tokens, logprobs = choose(rows, logits, texts, logprobs=True)
+        assert tokens.shape == (len(rows),) and logprobs is not None and logprobs.shape == (len(rows),)
+
+
 def main() -> None:
     built = [build(name, attention="torch_uma") for name in sys.argv[1:]]  # before: a seed is for every device
+    asked = samplings(built[0])
     for model in built:
         if model._can_set_experts_implementation():
             model.set_experts_implementation("batched_mm")  # others look how many tokens an expert has
@@ -100,6 +132,7 @@ def main() -> None:
     torch.utils.dlpack.from_dlpack = lambda tensor: tensor
     with FakeTensorMode(allow_non_fake_inputs=True):
         run_attention()
+        run_choosing(asked)
         for model in built:
             run_model(on_device(model))
 

@@ -90,6 +90,16 @@ def test_what_the_usage_page_does(name):
         pool.check()
 
 
+def test_what_the_usage_page_does_to_make_room(capsys):
+    with torch_uma.CachePool(build("bamba"), memory="1MiB") as pool:
+        sequence = pool.add()
+        pool.begin([sequence], 9).commit()
+        given = run_block("docs/usage.md", 7, pool=pool, sequence=sequence)
+        assert given["sequence"] is not sequence and given["sequence"].length == 9
+        assert capsys.readouterr().out.startswith("Offloaded(9 tokens, ")
+        pool.check()
+
+
 @pytest.mark.parametrize("name", BUILDERS)
 def test_what_the_usage_page_does_to_speculate(name):
     model = build(name, attention="eager")
@@ -120,3 +130,15 @@ def test_the_readme_makes_a_pool_without_a_model_library():
     pool = run_block("README.md", 3)["pool"]
     assert isinstance(pool, torch_uma.CachePool)
     assert [subpool.name for subpool in pool.plan.subpools] == ["state", "window_128", "full"]
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_the_loop_of_the_serving_page_is_a_whole_one(name):
+    model = build(name, attention="eager")
+    asked = [prompts((length,), seed=length)["input_ids"] for length in (5, 17, 40, 3, 5, 9)]
+    given = {"model": model, "prompts": [each[0].tolist() for each in asked], "end_token": 7}
+    given = run_block("docs/serving.md", 0, memory="80KiB" if name == "gpt_oss" else "160KiB", **given)
+    assert not any(subpool.live_pages for subpool in given["pool"].stats().subpools)
+    for prompt, text in zip(asked, given["texts"].values(), strict=True):
+        alone = model.generate(prompt, do_sample=False, max_new_tokens=20, eos_token_id=7)
+        assert text == alone[0].tolist()

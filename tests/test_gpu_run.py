@@ -36,6 +36,7 @@ def test_the_dry_run_goes_to_its_end_and_every_check_holds(tmp_path: Path) -> No
     for name in names:
         assert outcomes["Ops", name] == ("ok" if hasattr(torch.ops.torch_uma, name) else "skipped")
     assert outcomes["Graphs", "K steps in one graph, pages moved between replays"] == "ok"
+    assert outcomes["Offload", "out of the arena and back, without a wait"] == "ok"
     assert {"Bandwidth", "Launches", "Steps", "Models", "FlashInfer"} <= {section for section, _ in outcomes}
     text = (tmp_path / "gpu.md").read_text()
     assert text.startswith("# A run on a GPU") and "no figure means anything" in text

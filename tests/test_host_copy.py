@@ -78,3 +78,20 @@ def test_numbers_that_are_not_contiguous(loop):
     spread = np.stack([sources, destinations, sizes], axis=1)
     host_copy.copy_ranges(memory, spread[:, 0], spread[:, 1], spread[:, 2])
     assert torch.equal(memory, expected)
+
+
+@pytest.mark.parametrize("torch_threads", [1, 3], indirect=True)
+@pytest.mark.parametrize(("num_pages", "page_bytes"), [(1, 5), (60, 48), (40, 100_000)])
+def test_pages_of_one_memory_go_into_another(loop, torch_threads, num_pages, page_bytes):
+    generator = torch.Generator().manual_seed(num_pages)
+    source = torch.randint(0, 256, (2 * num_pages, page_bytes), dtype=torch.uint8, generator=generator)
+    chance = np.random.default_rng(num_pages)
+    pages = chance.permutation(2 * num_pages)[:num_pages]
+    for sources in (pages, np.sort(pages), np.arange(num_pages)):
+        for destinations in (np.arange(num_pages) + num_pages // 2, np.sort(pages), chance.permutation(num_pages)):
+            target = torch.zeros_like(source)
+            expected = target.clone()
+            expected[torch.from_numpy(destinations)] = source[torch.from_numpy(sources)]
+            starts = (sources * page_bytes, destinations * page_bytes)
+            host_copy.copy_pages(target.view(-1), *starts, page_bytes, source=source.view(-1))
+            assert torch.equal(target, expected)

@@ -20,11 +20,15 @@ from models import build
 from pools import KINDS, Content, advance, layer, make_pool, snapshot
 from test_compressed import model_of as deepseek_v4
 from tiny_models import prompts
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 import torch_uma
 import torch_uma.offload
 from torch_uma import CachePool, OutOfMemory, SequenceError
+from torch_uma.content import Pages
 from torch_uma.layout import Chunk, Full, Layer, Lifetime, State, Window
 from torch_uma.lifespans import NEVER
 from torch_uma.offload import Offloaded
@@ -423,6 +427,38 @@ def test_everything_is_enqueued_on_the_arenas_stream_and_in_its_order(monkeypatc
     seen.clear()
     back = pool.restore(offloaded)
     assert seen == ["wait", *["_to_device"] * 3, f"step {back.last_epoch}"]
+
+
+class Copies(TorchDispatchMode):
+    """Notes what each part costs, where all that crosses between the devices has to do so without a wait."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = op(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves((args, out)) if isinstance(leaf, torch.Tensor)]
+        if len({tensor.device.type for tensor in tensors}) > 1:
+            is_enqueued = args[2] if op == torch.ops.aten.copy_.default else (kwargs or {})["non_blocking"]
+            assert is_enqueued, op
+        if op == torch.ops.aten.empty.memory_format:
+            assert kwargs["device"].type == "cuda" or kwargs["pin_memory"]
+        self.seen.append(op.overloadpacket.__name__)
+        return out
+
+
+def test_on_cuda_nothing_waits() -> None:
+    """Tensors without numbers, on a device that is not there."""
+    with FakeTensorMode(), Copies() as copies:
+        grid = torch.empty(100, 64, dtype=torch.uint8, device="cuda")
+        pages = Pages(grid, torch.zeros(5, dtype=torch.int64, device="cuda"))
+        copies.seen.clear()
+        host = torch_uma.offload._to_host(pages)
+        assert host.device.type == "cpu" and host.shape == (5, 64)
+        torch_uma.offload._to_device(host, pages)
+    work = [name for name in copies.seen if name not in ("device", "view", "detach")]
+    assert work == ["empty", "index_select", "copy_", "_to_copy", "index_copy_"]
 
 
 # Any plan, any order

@@ -32,6 +32,15 @@ from torch_uma.pool import CachePool
 from torch_uma.testing import scramble
 
 
+class Event:
+    """One that passes when a test says so."""
+
+    passed = False
+
+    def query(self) -> bool:
+        return self.passed
+
+
 class PlainCache:
     """What a step gives here: a cache for no model."""
 
@@ -122,6 +131,8 @@ def every_call(pool: CachePool, content: Content) -> Iterator[Callable[[], objec
     yield lambda: pool.step({sequence: 1}).__enter__()
     yield lambda: pool.extend_runs([sequence], 1)
     yield lambda: pool.quote_runs([sequence], 1)
+    yield lambda: pool.quote_step(batch, 1)
+    yield lambda: pool.quote_step([sequence], 1)
     yield lambda: pool.lease(sequence, "test")
     yield lambda: pool.event(0)
     yield lambda: batch.append(sequence)
@@ -558,12 +569,6 @@ def test_adding_many_is_all_or_none() -> None:
 
 
 def test_a_step_ends_the_leases_whose_event_has_passed() -> None:
-    class Event:
-        passed = False
-
-        def query(self) -> bool:
-            return self.passed
-
     pool, event = make_pool("full"), Event()
     leased, other = pool.add(4), pool.add()
     lease = pool.lease(leased, "a transfer")
@@ -604,3 +609,56 @@ def test_a_plan_has_its_page_size_already() -> None:
 def test_a_quote_is_true_if_it_fits() -> None:
     pool = make_pool("hybrid")
     assert pool.quote(5) and not pool.quote(10**6)
+
+
+def test_a_step_is_quoted_as_it_would_begin() -> None:
+    pool, content = started("every")
+    (first,) = content.tokens
+    second, freed, busy = pool.add(), pool.add(), pool.add()
+    freed.free()
+    step = pool.begin([busy], 1)
+    other = make_pool()
+    stale = pool.batch([second])
+    before = snapshot(pool)
+    wrong: list[tuple[Any, Any]] = [
+        *(([first], number) for number in (0, -3, 1.5, "two", None, [1.5], [1, 1], [])),
+        *(([first, second], numbers) for numbers in ([1, 0], [2], [[1], [2]])),
+        *((sequences, 1) for sequences in ([], None, first, "abc", [first, first], [freed], [busy, first])),
+        ([other.add()], 1),
+        (other.batch([other.add()]), 1),
+        ([first], pool.tables.max_tokens),
+    ]
+    for sequences, numbers in wrong:
+        with pytest.raises((SequenceError, OutOfMemory)) as begun:
+            pool.begin(sequences, numbers)
+        if isinstance(begun.value, OutOfMemory):
+            assert pool.quote_step(sequences, numbers) == begun.value.quote
+            continue
+        with pytest.raises(SequenceError) as quoted:
+            pool.quote_step(sequences, numbers)
+        assert str(quoted.value) == str(begun.value)
+    for numbers in (10**6, 10**30, [1, 10**30]):
+        quote = pool.quote_step([first, second], numbers)
+        assert not quote and not quote.fits_empty
+        with pytest.raises(OutOfMemory) as refused:
+            pool.begin([first, second], numbers)
+        assert refused.value.quote == quote
+    for good in (2, np.int64(2), [2, 2], iter([2, 2]), torch.tensor([2, 2]), np.array([2, 2])):
+        assert pool.quote_step({first: 1, second: 1}, good).fits
+    assert snapshot(pool) == before
+    step.commit()
+    second.free()
+    with pytest.raises(SequenceError, match="was freed"):
+        pool.quote_step(stale, 1)
+
+
+def test_a_quote_of_a_step_ends_the_leases_whose_event_has_passed() -> None:
+    pool, event = make_pool("full", memory=512, page_size=1), Event()
+    first, second = pool.add(), pool.add()
+    pool.begin([first], 20).commit()
+    lease = pool.lease(first, "a copy")
+    first.free()
+    lease.close(event)
+    assert not pool.quote_step([second], 20)
+    event.passed = True
+    assert pool.quote_step([second], 20)

@@ -1,16 +1,21 @@
-"""The three-step answer, byte by byte, on one arena: state | window | full, of 208, 96 and 32 bytes a page."""
+"""Whether demands fit: the three-step answer, byte by byte, on one arena of state | window | full, of 208, 96 and 32
+bytes a page; and pages more or fewer, beside a slow search in random arenas.
+"""
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from arenas import books, small_plan
+from arenas import SHAPES, books, small_plan
+from worlds import World
 
 from torch_uma.allocator import Allocator
-from torch_uma.errors import OutOfMemory, PlanError
+from torch_uma.errors import OutOfMemory, PageError, PlanError
 from torch_uma.placement import Grid, Quote
 from torch_uma.room import Solution
 
@@ -402,3 +407,47 @@ def test_the_same_calls_do_with_a_split_as_without() -> None:
         assert allocator.compact() > 0
         allocator.check()
     assert free.reserve([3, 3, 3]).tolist() == fixed.reserve([3, 3, 3]).tolist()
+
+
+@pytest.mark.parametrize("frontiers", ["", "split"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_pages_more_or_fewer_fit_where_a_search_finds_a_place(shape: str, frontiers: str) -> None:
+    """Pinned pages stay, however many are to go: the search is asked for the pages that there are then."""
+    seen: Counter[tuple[bool, bool]] = Counter()
+    for seed, page_size in ((1, 1), (2, 3)):
+        print("seed", seed)
+        rnd = random.Random(seed)
+        world = World(shape, page_size, frontiers)
+        operations = [world.reserve, world.reserve, world.release, world.open_lease, world.close_lease]
+        operations += [world.open_step, world.close_step]
+        for _ in range(60):
+            rnd.choice(operations)(rnd)
+            held, pins, pinned, before = world.held(), world.pins(), world.pinned(), books(world.allocator)
+            stuck = [sum(index == k for index, _ in pinned) for k in world.kinds]
+            for _ in range(4):
+                more = [rnd.choice([0, 1, -1, -count, -count - 1, rnd.randint(-count, 9)]) for count in held]
+                if rnd.random() < 0.5:  # exactly what there is room for, or one page more
+                    k = rnd.choice(world.kinds)
+                    counts = [max(count + change, least) for count, change, least in zip(held, more, stuck)]
+                    more[k] = world.search.most(k, counts, pins) - held[k] + rnd.choice([0, 1])
+                counts = [max(count + change, least) for count, change, least in zip(held, more, stuck)]
+                fits = world.allocator.fits(more)
+                assert fits == world.search.fits(counts, pins), (more, held, pins)
+                if min(more) >= 0:
+                    assert fits == world.allocator.quote(more).fits
+                seen[fits, bool(pinned)] += 1
+            assert books(world.allocator) == before
+        world.allocator.check()
+    assert all(seen[fits, pinned] for fits in (True, False) for pinned in (True, False)), seen
+
+
+def test_pages_more_or_fewer_are_one_whole_number_for_each_sub_pool() -> None:
+    allocator, pages = crowded()
+    assert allocator.fits(np.array([0, 0, 54])) and not allocator.fits([0, 0, 55])
+    assert allocator.fits((np.int32(-1), 0, 55)) and allocator.fits([-1, -4, 73 - 1]) and allocator.fits([-9, -9, -99])
+    lease = allocator.lease(pages[:1], "a copy")  # the state
+    assert allocator.fits([-1, 0, 3]) and not allocator.fits([-1, 0, 4])  # it cannot leave
+    lease.close()
+    for wrong in ([0, 0], [0, 0, 0, 0], [0, 0.5, 0], [0, None, 0], 3, None, "abc"):
+        with pytest.raises(PageError, match="one whole number for each of state, window_8, full"):
+            allocator.fits(wrong)  # type: ignore[arg-type]

@@ -58,3 +58,21 @@ def test_where_they_do_not_fit_nothing_is_made():
     assert target.stats().live_bytes == live
     target.check()
     content.verify()
+
+
+def test_where_the_copy_fails_nothing_is_made(monkeypatch):
+    source, target = make_pool("hybrid"), make_pool("hybrid")
+    sequences = source.add_many([0, 0])
+    source.begin(sequences, 30).commit()
+
+    def fail(*_):
+        raise RuntimeError("no device")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="no device"):
+        patch.setattr(torch_uma.transplant, "copy_pages", fail)
+        transplant(sequences, target)
+    assert not target.stats().live_bytes and not target.guard.steps
+    target.check()
+    made = transplant(sequences, target)
+    # The copy was made within a step, which other streams can wait for.
+    assert [each.last_epoch for each in made] == [target.epoch] * 2

@@ -13,6 +13,7 @@ from torch_uma.errors import (
     OutOfMemory,
     PageError,
     PlanError,
+    ProcessorError,
     SequenceError,
     ThreadError,
     TorchUmaError,
@@ -28,7 +29,13 @@ from torch_uma.stats import Stats
 
 if TYPE_CHECKING:
     from torch_uma import testing
-    from torch_uma.integrations.transformers import UnifiedCache, speculate
+    from torch_uma.integrations.transformers import (
+        Generation,
+        ServingLoop,
+        UnifiedCache,
+        generate_batch,
+        speculate,
+    )
 
 __version__ = "0.1.0"
 
@@ -38,6 +45,7 @@ __all__ = [
     "Chunk",
     "ClosedError",
     "Full",
+    "Generation",
     "GradientError",
     "InvariantError",
     "Layer",
@@ -48,17 +56,20 @@ __all__ = [
     "PageError",
     "Plan",
     "PlanError",
+    "ProcessorError",
     "Quote",
     "Row",
     "Scheduler",
     "Sequence",
     "SequenceError",
+    "ServingLoop",
     "State",
     "Stats",
     "ThreadError",
     "TorchUmaError",
     "UnifiedCache",
     "Window",
+    "generate_batch",
     "plan",
     "speculate",
     "testing",
@@ -69,6 +80,6 @@ def __getattr__(name: str) -> Any:
     """Import what costs time, or another library, when it is first asked for."""
     if name == "testing":
         return importlib.import_module("torch_uma.testing")
-    if name in ("UnifiedCache", "speculate"):
+    if name in ("Generation", "ServingLoop", "UnifiedCache", "generate_batch", "speculate"):
         return getattr(importlib.import_module("torch_uma.integrations.transformers"), name)
     raise AttributeError(f"module 'torch_uma' has no attribute {name!r}")

@@ -86,13 +86,14 @@ class Allocator:
         Changes nothing. Raises PageError for what is not one whole number for each sub-pool.
         """
         try:
-            if len(more_pages) == len(self.bands):
-                return self.room.fits([operator.index(count) for count in more_pages])
+            more = [operator.index(count) for count in more_pages]
         except TypeError:
-            pass
-        raise PageError(
-            f"pages more or fewer are one whole number for each of {', '.join(self.room.names)}; got {more_pages!r}"
-        )
+            more = []
+        if len(more) != len(self.bands):
+            raise PageError(
+                f"pages more or fewer are one whole number for each of {', '.join(self.room.names)}; got {more_pages!r}"
+            )
+        return self.room.fits(more)
 
     # Act
 
@@ -305,6 +306,10 @@ class Allocator:
         ):
             raise PageError(self._explain(ids, subpool))
         return places
+
+    def any_leased(self) -> bool:
+        """Whether there is a live page with a lease that has not ended."""
+        return any((self.tables.owner[lease.places] >= 0).any() for lease in self.ledger.leases)
 
     def is_leased(self, ids: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
         """[n] bool, which of these live ids have a lease that has not ended."""

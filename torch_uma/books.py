@@ -245,6 +245,7 @@ class Sequences:
             end[list(self.lifespans.states)] = 1
             self.first[:, row] = 0
             self.torn[row] = False
+            self.kept[row] = NEVER
             self.last_needing[:, row] = self._unused[3 * len(first) :, 0]
         kept_end = np.maximum(first, end)
         self.drop_cells(spread(self.tables.origin[:, row] + kept_end, self.end[:, row] - kept_end))

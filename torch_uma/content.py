@@ -16,6 +16,7 @@ from torch import Tensor
 
 from torch_uma.arena import staged
 from torch_uma.lifespans import spread
+from torch_uma.ops import host_copy
 from torch_uma.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -23,12 +24,9 @@ if TYPE_CHECKING:
 
 
 class Pages(NamedTuple):
-    """Pages of one sub-pool: `numbers[places]` is what they hold, in 16 or 8 bytes at a time.
+    """Pages of one size: the rows `places` of `grid`, uint8 [pages, page_bytes]; [n] int64 on the grid's device."""
 
-    `numbers` [pages of the grid, numbers of a page] is a view of the arena, `places` [n] int64 are on its device.
-    """
-
-    numbers: Tensor
+    grid: Tensor
     places: Tensor
 
 
@@ -50,12 +48,30 @@ def content_of(sequences: list[Sequence], num_tokens: int) -> list[Pages]:
     ids = books.tables.mirror[spread(starts.ravel(), counts.repeat(len(rows)))]
     assert (ids >= 0).all(), (num_tokens, rows)
     places = staged(books.allocator.v2p[ids].astype(np.int64), pool.device)
-    # The widest numbers that are moved as they are; all pages begin and end at multiples of 16 bytes.
-    dtype = torch.complex128 if pool.device.type == "cpu" else torch.int64
     return [
-        Pages(pool.arena.pages(subpool).view(dtype), own)
+        Pages(pool.arena.pages(subpool), own)
         for subpool, own in zip(subpools, places.split((counts * len(rows)).tolist()))
     ]
+
+
+def copy_pages(source: Pages, target: Pages) -> None:
+    """Copy pages over as many others on the same device; none is both read and written."""
+    if source.grid.device.type == "cpu":
+        page_bytes = source.grid.shape[1]
+        sources, targets = source.places.numpy() * page_bytes, target.places.numpy() * page_bytes
+        host_copy.copy_pages(target.grid.view(-1), sources, targets, page_bytes, source=source.grid.view(-1))
+    else:
+        write_pages(read_pages(source), target)
+
+
+def read_pages(pages: Pages) -> Tensor:
+    """What pages hold, [n, page_bytes / 8] int64, in one gather."""
+    return pages.grid.view(torch.int64).index_select(0, pages.places)  # they begin and end at multiples of 16 bytes
+
+
+def write_pages(held: Tensor, pages: Pages) -> None:
+    """Write what `read_pages` gave into pages, in one scatter."""
+    pages.grid.view(torch.int64).index_copy_(0, pages.places, held)
 
 
 @contextmanager

@@ -31,39 +31,49 @@ class Extent(NamedTuple):
 
 
 def extent_of(books: Sequences, k: Int64Array, rows: Int64Array, new: Int64Array) -> Extent:
-    """The extents of sub-pools `k` and rows `rows`, [pairs] int64 each, that get as long as `new`."""
-    lifespans, end = books.lifespans, books.end[k, rows]
+    """The extents of sub-pools `k` and rows `rows`, [pairs] int64 each, that get as long as `new`.
+
+    A single token has a place in its step even if it is dead then, so that it can be read there.
+    """
+    lifespans, end, past = books.lifespans, books.end[k, rows], books.length[rows]
     needed = lifespans.first_needed_page(k, np.minimum(new, books.kept[rows]))
-    start = np.maximum(end, needed)
+    start = np.where(new - past == 1, end, np.maximum(end, needed))
     num_new = np.maximum(lifespans.num_pages(k, new) - start, 0)
-    filled = lifespans.num_pages(k, books.length[rows])
+    filled = lifespans.num_pages(k, past)
     room = np.clip(np.minimum(end, needed) - filled, 0, num_new)
     return Extent(end, needed, start, num_new, filled, room)
 
 
-def shared_cells_of(books: Sequences, rows: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """Sub-pool, place in `rows` and cell of every shared page that their next tokens will be written into.
+class Cells(NamedTuple):
+    """Cells of the page tables that rows have pages in: [n] int64 each."""
 
-    They are ordered by sub-pool. Where all who refer to a page are among the rows, the longest keeps it: it writes
-    behind what all of them have there, who get it back if the step is aborted.
+    k: Int64Array  # sub-pool
+    place: Int64Array  # of the row among those that were asked about
+    cell: Int64Array
+
+
+def shared_cells_of(books: Sequences, rows: Int64Array) -> Cells:
+    """The cells of all shared pages that the next tokens of `rows` will be written into, ordered by sub-pool.
+
+    Where all who refer to a page are among the rows, the longest keeps it: it writes behind what all of them have
+    there, who get it back if the step is aborted.
     """
     if not books.num_shared:
-        return rows[:0], rows[:0], rows[:0]
+        return Cells(rows[:0], rows[:0], rows[:0])
     places = books.may_share[rows].nonzero()[0]
     places = places[(-books.length[rows[places]]).argsort(kind="stable")]
-    suspects = rows[places]
-    past = books.length[suspects]
+    past = books.length[rows[places]]
     page_tokens = books.lifespans.page_tokens[:, None]
     written = past % page_tokens != 0
     written[list(books.lifespans.states)] = True
-    cells = books.tables.origin[:, suspects] + past // page_tokens
+    cells = books.tables.origin[:, rows[places]] + past // page_tokens
     k, column = written.nonzero()
     cells = cells[k, column]
     ids = books.tables.mirror[cells]
     shared = books.references[ids] > 1
     pages, earliest, num_in_step = np.unique(ids, return_index=True, return_counts=True)
     shared[earliest[num_in_step == books.references[pages]]] = False
-    return k[shared], places[column[shared]], cells[shared]
+    return Cells(k[shared], places[column[shared]], cells[shared])
 
 
 def longest(books: Sequences, rows: Int64Array, num_new_tokens: int | Int64Array) -> int:
@@ -87,41 +97,40 @@ def step_pages(books: Sequences, rows: Int64Array, num_new_tokens: int | Int64Ar
         extent = extent_of(books, k, rows[column], new[column])
         pages[k, column] = extent.num_new - extent.room
     if books.num_shared:
-        k, column, _ = shared_cells_of(books, rows)
-        pages[k, column] += 1
+        shared = shared_cells_of(books, rows)
+        pages[shared.k, shared.place] += 1
     return pages
 
 
 def released_by_step(books: Sequences, rows: Int64Array, num_new_tokens: int | Int64Array) -> Int64Array:
-    """[sub-pools, rows] int64 pages that leave when a step over `rows` is committed, those that it took among them.
-
-    Leased pages stay until their leases end, so they are not counted.
-    """
+    """[sub-pools, rows] int64 pages that leave when a step over `rows` is committed, those that it took among them."""
     books.settle()
     new = books.length[rows] + num_new_tokens
-    pages = np.zeros((len(books.first), len(rows)), np.int64)
+    released = np.zeros((len(books.first), len(rows)), np.int64)
     k, column = (books.last_needing.take(rows, axis=1) < new).nonzero()
     if not len(k):
-        return pages
+        return released
     extent = extent_of(books, k, rows[column], new[column])
     first, stop = books.first[k, rows[column]], np.minimum(extent.end, extent.needed)
+    released[k, column] = np.clip(extent.needed - extent.start, 0, extent.num_new)
     if not may_stay(books):
-        pages[k, column] = stop - first - extent.room
-        return pages
-    dying, cells = np.arange(len(k)).repeat(stop - first), spread(first, stop - first)
-    serves = (cells >= extent.filled[dying]) & (cells < (extent.filled + extent.room)[dying])
-    dying, cells = dying[~serves], cells[~serves]
-    k, column, _ = _leaving(books, rows, k[dying], column[dying], cells, np.zeros_like(dying), 0)
-    np.add.at(pages, (k, column), 1)
-    return pages
+        released[k, column] += stop - first - extent.room
+        return released
+    pair, dead = np.arange(len(k)).repeat(stop - first), spread(first, stop - first)
+    serves = (dead >= extent.filled[pair]) & (dead < (extent.filled + extent.room)[pair])
+    pair, dead = pair[~serves], dead[~serves]
+    k, column = k[pair], column[pair]
+    dying = Cells(k, column, books.tables.origin[k, rows[column]] + dead)
+    np.add.at(released, _leaving(books, dying, np.zeros_like(dead), shared_cells_of(books, rows), 0)[1:], 1)
+    return released
 
 
 def pages_ahead(books: Sequences, rows: Int64Array, num_steps: int) -> Int64Array:
     """[num_steps, sub-pools, rows] int64 pages that rows hold in each of their next steps, more than they do now.
 
     The steps are of one token each, over all of the rows. It is while they are open that most is held; what died with
-    the steps before is released by then, so that it may be fewer pages than now. Copies of pages that rows share are
-    counted at those who get the copies. Leased pages stay until their leases end.
+    the steps before has left by then, so that it may be fewer pages than now. Copies of pages that rows share are
+    counted at those who get the copies.
     """
     books.settle()
     lifespans, length = books.lifespans, books.length[rows]
@@ -129,20 +138,17 @@ def pages_ahead(books: Sequences, rows: Int64Array, num_steps: int) -> Int64Arra
     ahead = np.zeros((num_steps, len(books.first), len(rows)), np.int64)
     step, k, column = (books.capacity.take(rows, axis=1) < new).nonzero()
     if len(k):
-        end, kept = books.end[k, rows[column]], books.kept[rows[column]]
-        ahead[step, k, column] = lifespans.num_stored(k, end, lifespans.num_pages(k, new[step, 0, column]), kept)
-    stay = may_stay(books)
+        ahead[step, k, column] = lifespans.num_pages(k, new[step, 0, column]) - books.end[k, rows[column]]
+    is_held = may_stay(books)
     step, k, column = (books.last_needing.take(rows, axis=1) < new - 1).nonzero()
     if len(k):
         first, end = books.first[k, rows[column]], books.end[k, rows[column]]
         needed = lifespans.first_needed_page(k, new[step, 0, column] - 1)
-        ahead[step, k, column] -= lifespans.num_stored(k, end, np.maximum(end, needed), NEVER)
-        if not stay:
-            ahead[step, k, column] -= np.minimum(end, needed) - first
-    if stay:
-        ahead -= _left(books, rows, num_steps)
-        k, column, _ = shared_cells_of(books, rows)
-        ahead[:, k, column] += 1
+        ahead[step, k, column] -= np.maximum(needed - end, 0) if is_held else needed - first
+    if is_held:
+        shared = shared_cells_of(books, rows)
+        ahead[:, shared.k, shared.place] += 1
+        ahead -= _left(books, rows, num_steps, shared)
     return ahead
 
 
@@ -163,50 +169,42 @@ def pages_alone(books: Sequences, rows: Int64Array) -> Int64Array:
 
 def may_stay(books: Sequences) -> bool:
     """Whether a page may stay where a row lets go of it."""
-    return books.num_shared > 0 or bool(books.allocator.ledger.leases)
+    return books.num_shared > 0 or books.allocator.any_leased()
 
 
-def _left(books: Sequences, rows: Int64Array, num_steps: int) -> Int64Array:
-    """[num_steps, sub-pools, rows] int64: of the pages held now, those that have left before each of the next steps."""
+def _left(books: Sequences, rows: Int64Array, num_steps: int, shared: Cells) -> Int64Array:
+    """[num_steps, sub-pools, rows] int64: of the pages held now and of the first step's copies, those that are gone."""
     lifespans, length = books.lifespans, books.length[rows]
     left = np.zeros((num_steps, len(books.first), len(rows)), np.int64)
     last = length + num_steps - 1
-    k, column = (books.last_needing.take(rows, axis=1) < last).nonzero()
-    first = books.first[k, rows[column]]
-    count = np.minimum(books.end[k, rows[column]], lifespans.first_needed_page(k, last[column])) - first
-    k, column, columns = k.repeat(count), column.repeat(count), spread(first, count)
-    step = lifespans.last_needing(k, columns) + 1 - length[column]
-    k, column, step = _leaving(books, rows, k, column, columns, step, 1)
-    is_near = step < num_steps
-    np.add.at(left, (step[is_near], k[is_near], column[is_near]), 1)
+    k, place = (books.last_needing.take(rows, axis=1) < last).nonzero()
+    first = books.first[k, rows[place]]
+    count = np.minimum(books.end[k, rows[place]], lifespans.first_needed_page(k, last[place])) - first
+    k, place, column = k.repeat(count), place.repeat(count), spread(first, count)
+    step = lifespans.last_needing(k, column) + 1 - length[place]
+    dying = Cells(k, place, books.tables.origin[k, rows[place]] + column)
+    leaving = _leaving(books, dying, step, shared, 1)
+    is_near = leaving[0] < num_steps
+    np.add.at(left, tuple(of[is_near] for of in leaving), 1)
     return left.cumsum(axis=0)
 
 
 def _leaving(
-    books: Sequences,
-    rows: Int64Array,
-    k: Int64Array,
-    place: Int64Array,
-    columns: Int64Array,
-    step: Int64Array,
-    first_step: int,
+    books: Sequences, dying: Cells, step: Int64Array, shared: Cells, first_step: int
 ) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """Sub-pool, place in `rows` and step of each page that leaves.
+    """Step, sub-pool and place of each page that leaves where rows let go of the cells `dying`, of each at its `step`.
 
-    Given are those of each column that is let go of. What the rows share and write into they let go of in `first_step`;
-    they hold copies then.
+    In the cells `shared` there are copies by then, which leave with them; what was there before is let go of at
+    `first_step`.
     """
-    cells = books.tables.origin[k, rows[place]] + columns
-    shared_k, shared_place, shared_cells = shared_cells_of(books, rows)
-    is_copy = np.isin(cells, shared_cells)
-    all_k = np.concatenate([k[is_copy], k[~is_copy], shared_k])
-    all_places = np.concatenate([place[is_copy], place[~is_copy], shared_place])
-    steps = np.concatenate([step[is_copy], step[~is_copy], np.full_like(shared_k, first_step)])
-    num_copies = int(np.count_nonzero(is_copy))
-    ids = books.tables.mirror[np.concatenate([cells[~is_copy], shared_cells])]
-    order = np.lexsort((steps[num_copies:], ids))
+    k, place, cell = (np.concatenate(both) for both in zip(dying, shared))
+    step = np.concatenate([step, np.full_like(shared.k, first_step)])
+    is_copy = np.zeros(len(cell), np.bool_)
+    is_copy[: len(dying.cell)] = np.isin(dying.cell, shared.cell)
+    others = (~is_copy).nonzero()[0]
+    ids = books.tables.mirror[cell[others]]
     pages, num_let_go = np.unique(ids, return_counts=True)
     leaves = (num_let_go == books.references[pages]) & ~books.allocator.is_leased(pages)
-    last = order[num_let_go.cumsum()[leaves] - 1] + num_copies
-    chosen = np.concatenate([np.arange(num_copies), last])
-    return all_k[chosen], all_places[chosen], steps[chosen]
+    last = others[np.lexsort((step[others], ids))[num_let_go.cumsum() - 1]]
+    chosen = np.concatenate([is_copy.nonzero()[0], last[leaves]])
+    return step[chosen], k[chosen], place[chosen]

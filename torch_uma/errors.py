@@ -40,6 +40,14 @@ class SequenceError(TorchUmaError, ValueError):
     """A sequence that cannot be used in this way: freed, of another pool, in an open step, cropped too far."""
 
 
+class ProcessorError(TorchUmaError, RuntimeError):
+    """A logits processor raised; `rows` are those of the forward that it was called for."""
+
+    def __init__(self, message: str, rows: tuple[int, ...]) -> None:
+        super().__init__(message)
+        self.rows = rows
+
+
 class ThreadError(TorchUmaError, RuntimeError):
     """A pool was used from a second thread."""
 

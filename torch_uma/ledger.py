@@ -68,6 +68,7 @@ class Ledger:
         self.counts = np.zeros(num_places, np.int32)
         self.leases: set[Lease] = set()  # open, or closed with an event that has not passed
         self.epoch = 0
+        self.num_changes = 0  # leases opened and ended so far: what was found out about them holds while it stays
         self._waiting: list[tuple[Lease, Event]] = []
         self._on_unleased = on_unleased
 
@@ -77,6 +78,7 @@ class Ledger:
         lease = Lease(self, user, pages, np.unique(places), self.epoch)
         self.counts[lease.places] += 1
         self.leases.add(lease)
+        self.num_changes += 1
         return lease
 
     def close(self, lease: Lease, event: Event | None) -> None:
@@ -116,5 +118,6 @@ class Ledger:
 
     def _end(self, lease: Lease) -> None:
         self.leases.remove(lease)
+        self.num_changes += 1
         self.counts[lease.places] -= 1
         self._on_unleased(lease.places[self.counts[lease.places] == 0])

@@ -26,7 +26,6 @@ class Lifespans:
         paged, states: indexes of the sub-pools that hold tokens, and of those that hold states.
         window, chunk: [sub-pools] int64 tokens; `NEVER` for what is none.
         full, windows: indexes of the paged sub-pools that keep every token, and of those that keep a window.
-        any_passing: whether there are tokens that are dead as soon as they are there, and so get no page.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -43,26 +42,13 @@ class Lifespans:
         self.states = tuple(s.index for s in subpools if s.is_state)
         self.full = tuple(k for k in self.paged if self.window[k] == NEVER and self.chunk[k] == NEVER)
         self.windows = tuple(k for k in self.paged if self.window[k] < NEVER)
-        # Where a page holds one token, that of every so many tokens is dead as soon as it is there.
-        self._passing = np.where(self.page_tokens == 1, np.where(self.window == 1, 1, self.chunk), NEVER)
-        # So few new tokens take at most one page more, which outlives the step, and never leave a gap in front of it.
-        self.any_passing = bool((self._passing < NEVER).any())
-        least = 0 if self.any_passing else 1
-        self.step_tokens = max(least, min((int(self.page_tokens[k]) for k in self.paged), default=NEVER) - 1)
+        # So few new tokens take at most one page more and never leave a gap in front of it.
+        self.step_tokens = max(1, min((int(self.page_tokens[k]) for k in self.paged), default=NEVER) - 1)
 
     def num_pages(self, k: Int64Array, lengths: Int64Array) -> Int64Array:
         """Columns that `lengths` tokens reach over, dead ones included."""
         num_pages: Int64Array = -(-lengths // self.page_tokens[k])
         return num_pages
-
-    def num_stored(self, k: Int64Array, start: Int64Array, end: Int64Array, kept: Int64Array | int) -> Int64Array:
-        """How many of the columns `[start, end)` get a page by steps of one token each: those that survive their step.
-
-        In a row that keeps all it needed at the length `kept`, every column from there on does.
-        """
-        passing = self._passing[k]
-        stored: Int64Array = end - start - (np.minimum(end, kept) // passing - np.minimum(start, kept) // passing)
-        return stored
 
     def window_pages(self, k: int) -> int:
         """Pages of what one query reads of a window, wherever it begins within a page."""

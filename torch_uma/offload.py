@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torch_uma.arena import host_memory
-from torch_uma.content import Pages, content_of, made_for_content
+from torch_uma.content import Pages, content_of, copy_pages, made_for_content, read_pages, write_pages
 from torch_uma.errors import SequenceError
 from torch_uma.sequence import Sequence
 
@@ -92,26 +92,29 @@ def _form_of(pool: CachePool) -> tuple[object, ...]:
 
 
 def _parts_of(content: Iterable[Pages]) -> Iterator[Pages]:
-    for numbers, places in content:
+    for grid, places in content:
         if len(places):
-            page_bytes = numbers.shape[1] * numbers.itemsize
-            for part in places.split(max(1, _PART_BYTES // page_bytes)):
-                yield Pages(numbers, part)
+            for part in places.split(max(1, _PART_BYTES // grid.shape[1])):
+                yield Pages(grid, part)
 
 
 def _to_host(pages: Pages) -> Tensor:
-    """A copy of pages in host memory, [n, numbers]; enqueued, so that it is there for what follows on the stream."""
-    numbers, places = pages
-    shape = (len(places), numbers.shape[1])
-    num_bytes = shape[0] * shape[1] * numbers.itemsize
-    if numbers.device.type == "cpu":
-        return torch.index_select(numbers, 0, places, out=host_memory(num_bytes).view(numbers.dtype).view(shape))
-    # torch does not give out pinned memory again before the copies from and to it have passed.
-    is_pinned = numbers.is_cuda
-    host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned).view(numbers.dtype).view(shape)
-    return host.copy_(numbers.index_select(0, places), non_blocking=is_pinned)
+    """A copy of pages in host memory, uint8 [n, page_bytes]; enqueued, and there for what follows on the stream."""
+    grid, places = pages
+    num_pages, page_bytes = len(places), grid.shape[1]
+    if grid.device.type == "cpu":
+        host = host_memory(num_pages * page_bytes).view(num_pages, page_bytes)
+        copy_pages(pages, Pages(host, torch.arange(num_pages)))
+    else:
+        # torch does not give out pinned memory again before the copies from and to it have passed.
+        host = torch.empty(num_pages, page_bytes, dtype=torch.uint8, pin_memory=grid.is_cuda)
+        host.view(torch.int64).copy_(read_pages(pages), non_blocking=grid.is_cuda)
+    return host
 
 
 def _to_device(host: Tensor, pages: Pages) -> None:
     """Copy what `_to_host` gave into pages."""
-    pages.numbers.index_copy_(0, pages.places, host.to(pages.numbers.device, non_blocking=host.is_pinned()))
+    if pages.grid.device.type == "cpu":
+        copy_pages(Pages(host, torch.arange(len(host))), pages)
+    else:
+        write_pages(host.view(torch.int64).to(pages.grid.device, non_blocking=pages.grid.is_cuda), pages)

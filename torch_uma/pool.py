@@ -286,7 +286,10 @@ class CachePool:
         return step
 
     def quote_step(self, sequences: Batch | Iterable[Sequence], num_new_tokens: int | Iterable[int]) -> Quote:
-        """Say whether `begin` would fit now, at what cost, or what would help. SequenceError as there."""
+        """Say whether `begin` would fit now, at what cost, or what would help. SequenceError as there.
+
+        Takes what `begin` takes. Leases whose event has passed end first, as there.
+        """
         counts = _counts(num_new_tokens)
         rows = self._whole_batch(sequences).rows.numbers
         try:

@@ -64,6 +64,8 @@ class Room:
             Band(k, grid, subpool.first_page, tables)
             for k, (grid, subpool) in enumerate(zip(self.grids, plan.subpools))
         ]
+        self._leased_pins: list[Span | None] = [None] * len(self.bands)
+        self._num_changes_seen = 0
 
     # Ask
 
@@ -193,11 +195,14 @@ class Room:
     # Pins
 
     def pins(self) -> list[Span | None]:
-        """For each band the hull of its pages that must not move: leased, quarantined, in an open step."""
+        """For each band the hull of its pages that must not move: leased, quarantined, in an open step. Read only."""
         step_places = list(self._step_places())
-        if not step_places and not self.ledger.leases:
-            return [None] * len(self.bands)
-        return [self._pin(band, step_places) for band in self.bands]
+        if step_places:
+            return [self._pin(band, step_places) for band in self.bands]
+        if self._num_changes_seen != self.ledger.num_changes:
+            self._leased_pins = [self._pin(band, ()) for band in self.bands]
+            self._num_changes_seen = self.ledger.num_changes
+        return self._leased_pins
 
     def pin(self, index: int) -> Span | None:
         return self._pin(self.bands[index], list(self._step_places()))

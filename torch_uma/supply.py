@@ -20,8 +20,8 @@ from torch_uma.tables import IdArray, Int64Array
 
 def demand_of(books: Sequences, rows: Int64Array, num_steps: int) -> Int64Array:
     """[sub-pools] int64 pages that a `Supply` takes, copies of shared ones among them."""
-    shared_k, _, _ = shared_cells_of(books, rows)
-    demand: Int64Array = _ahead(books, rows, num_steps).sum(axis=1) + np.bincount(shared_k, minlength=len(books.first))
+    shared = shared_cells_of(books, rows)
+    demand: Int64Array = _ahead(books, rows, num_steps).sum(axis=1) + np.bincount(shared.k, minlength=len(books.first))
     return demand
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torch_uma.content import content_of, made_for_content
+from torch_uma.content import content_of, copy_pages, made_for_content
 
 if TYPE_CHECKING:
     from torch_uma.pool import CachePool
@@ -21,5 +21,5 @@ def transplant(sequences: list[Sequence], pool: CachePool) -> list[Sequence]:
     assert all(sequence.length == length and sequence.pool is source for sequence in sequences)
     with made_for_content(pool, len(sequences), length) as made:
         for old, new in zip(content_of(sequences, length), content_of(made, length)):
-            new.numbers.index_copy_(0, new.places, old.numbers.index_select(0, old.places))
+            copy_pages(old, new)
     return made

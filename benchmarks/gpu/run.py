@@ -15,6 +15,7 @@ import torch
 
 from gpu.check_flashinfer import check_flashinfer
 from gpu.check_graphs import check_graphs
+from gpu.check_offload import check_offload
 from gpu.check_ops import check_ops
 from gpu.device import Device
 from gpu.figures import take_figures
@@ -38,6 +39,7 @@ def main() -> int:
     torch.backends.cudnn.allow_tf32 = False  # products are already in fp32, and tokens are compared
     check_ops(report, device)
     check_graphs(report, device)
+    check_offload(report, device)
     take_figures(report, device)
     if importlib.util.find_spec("transformers") is None:
         report.skip("Models", "all", "transformers is not installed")

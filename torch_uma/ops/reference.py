@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from torch_uma.ops.host_copy import copy_ranges
+from torch_uma.ops.host_copy import copy_pages
 
 Integers = npt.NDArray[np.integer[Any]]
 
@@ -288,19 +288,12 @@ def _strided(arena: Tensor, origin_bytes: int, stride_bytes: int, offset_bytes: 
 
 
 def _copy_pages(arena: Tensor, src_pages: Tensor, dst_pages: Tensor, origin_bytes: int, page_bytes: int) -> None:
-    """Copy pages on the host, each run of consecutive ones as a whole and without a temporary copy."""
+    """Copy pages on the host, without a temporary copy."""
     src, dst = src_pages.numpy(), dst_pages.numpy()
     last_page = max(src.max(initial=-1), dst.max(initial=-1))
     if origin_bytes + (last_page + 1) * page_bytes > arena.numel():
         raise IndexError(f"page {last_page} passes the end of an arena of {arena.numel()} bytes")
-    starts = np.flatnonzero((np.diff(src, prepend=-2) != 1) | (np.diff(dst, prepend=-2) != 1))
-    run_pages = np.diff(starts, append=len(src))
-    copy_ranges(
-        arena,
-        sources=src[starts] * page_bytes + origin_bytes,
-        destinations=dst[starts] * page_bytes + origin_bytes,
-        sizes=run_pages * page_bytes,
-    )
+    copy_pages(arena, src * page_bytes + origin_bytes, dst * page_bytes + origin_bytes, page_bytes, source=arena)
 
 
 def encode(values: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:

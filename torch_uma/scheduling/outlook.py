@@ -38,7 +38,7 @@ class Outlook:
 
     def decoding(self, books: Sequences, rows: Int64Array, left: Int64Array) -> Int64Array:
         """[1 + steps, sub-pools, n] shares of rows that decode, and will for `left` [n] more tokens, at least 1."""
-        if may_stay(books) or self._lifespans.any_passing:
+        if may_stay(books):
             ahead = np.zeros((1 + int(self.steps[-1]), self._lifespans.num_subpools, len(rows)), np.int64)
             ahead[1:] = pages_ahead(books, rows, len(ahead) - 1)
             steps = np.concatenate([np.zeros((1, len(rows)), np.int64), np.minimum(self.steps[:, None], left)])
@@ -113,7 +113,8 @@ def fullest(lifespans: Lifespans, past: Int64Array, new: Int64Array) -> Int64Arr
     """[sub-pools, n] pages that rows without room ahead hold while they go from `past` to `new` tokens, [n] each."""
     every = np.arange(lifespans.num_subpools)[:, None]
     past_end = lifespans.num_pages(every, past)
-    first_new = np.maximum(past_end, lifespans.first_needed_page(every, new))
+    # A single token has a place in its step even if it is dead then.
+    first_new = np.where(new - past == 1, past_end, np.maximum(past_end, lifespans.first_needed_page(every, new)))
     pages: Int64Array = past_end - lifespans.first_needed_page(every, past)
     pages += np.maximum(0, lifespans.num_pages(every, new) - first_new)
     pages[list(lifespans.states)] = 1

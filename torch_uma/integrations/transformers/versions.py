@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
 from torch import Tensor
-from transformers import GenerationMixin, PreTrainedConfig, cache_utils
+from transformers import (
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    PreTrainedConfig,
+    PreTrainedModel,
+    StoppingCriteriaList,
+    cache_utils,
+)
 
 try:
     from transformers.cache_utils import DummyLayer as DummyLayer
@@ -105,3 +113,52 @@ def text_of_prefill() -> Tensor | None:
     text: Tensor = frame.f_locals["input_ids"] if embeddings is None else embeddings
     mask = options.get("attention_mask")
     return text if mask is None or mask.shape[1] == text.shape[1] else None
+
+
+def prepared_generation(
+    model: PreTrainedModel,
+    ids: Tensor,
+    generation_config: GenerationConfig | None,
+    overrides: dict[str, Any],
+    *,
+    logits_processor: Iterable[Any],
+    stopping_criteria: Iterable[Any],
+    prefix_allowed_tokens_fn: Callable[..., Any] | None,
+    check: Callable[[GenerationConfig], None],
+) -> tuple[GenerationConfig, LogitsProcessorList, StoppingCriteriaList, str | list[str] | None]:
+    """What `generate()` prepares for text [1, tokens] of the host before its first forward.
+
+    The config, as soon as it is complete given to `check`, processors with tensors of the host, and criteria for all
+    but stop strings, which come last.
+    """
+
+    def is_default(name: str) -> bool:
+        given = (overrides.get(name), getattr(generation_config, name, None), getattr(model.generation_config, name))
+        return all(value is None for value in given)
+
+    defaults = {f"has_default_{name}": is_default(name) for name in ("max_length", "min_length")}
+    maker: Any = model  # what generates is typed as another class
+    config, _ = maker._prepare_generation_config(generation_config, **overrides)
+    check(config)
+    num_tokens = ids.shape[1]
+    maker._prepare_special_tokens(config, True, device=ids.device, batch_size=1)
+    config = maker._prepare_generated_length(
+        generation_config=config,
+        **defaults,
+        model_input_name="input_ids",
+        input_ids_length=num_tokens,
+        inputs_tensor=ids,
+    )
+    maker._validate_generated_length(config, num_tokens, defaults["has_default_max_length"])
+    processors = maker._get_logits_processor(
+        generation_config=config,
+        input_ids_seq_length=num_tokens,
+        encoder_input_ids=ids,
+        prefix_allowed_tokens_fn=prefix_allowed_tokens_fn,
+        logits_processor=LogitsProcessorList(logits_processor),
+        device=ids.device,
+        model_kwargs={},
+    )
+    strings, config.stop_strings = config.stop_strings, None
+    criteria = maker._get_stopping_criteria(config, StoppingCriteriaList(stopping_criteria))
+    return config, processors, criteria, strings

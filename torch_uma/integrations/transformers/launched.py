@@ -1,0 +1,96 @@
+"""A round whose forwards were launched: the tokens that are chosen from their logits, and their way to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from torch_uma.errors import ProcessorError
+from torch_uma.integrations.transformers.generation import Generation
+from torch_uma.integrations.transformers.last_tokens import LastTokens
+from torch_uma.integrations.transformers.sampling import Text, choose
+from torch_uma.tables import Int64Array
+
+if TYPE_CHECKING:
+    from torch_uma.scheduling import Forward, Round
+
+
+class Launched:
+    """What the forwards of a round sampled. On CUDA it is copied to pinned memory, and waited for when it is read.
+
+    `on_failed` is told of a generation whose processors have raised, and what; it samples nothing then.
+    """
+
+    def __init__(
+        self, round_: Round, last_tokens: LastTokens, on_failed: Callable[[Generation, Exception], None]
+    ) -> None:
+        self.round = round_
+        self._last_tokens = last_tokens
+        self._on_failed = on_failed
+        self._generations: list[Generation] = []
+        self._tokens: list[Tensor] = []
+        self._logprobs: list[Tensor] = []
+        self._event: torch.cuda.Event | None = None
+
+    def sample(self, forward: Forward, logits: Tensor) -> None:
+        """Choose the next tokens for the logits [sampled, vocabulary] of a forward, and keep them for the next one."""
+        rows, places = forward.batch.rows, forward.samples.nonzero()[0]
+        generations: list[Generation] = [forward.requests[place].tag for place in places.tolist()]
+        ends = forward.starts + forward.num_new_tokens
+        while generations:
+            try:
+                tokens, logprobs = choose(
+                    [generation.sampling for generation in generations],
+                    logits,
+                    self._texts(generations, rows.numbers[places], ends[places]),
+                    [generation.generator for generation in generations],
+                    logprobs=any(generation.logprobs is not None for generation in generations),
+                )
+                break
+            except ProcessorError as error:
+                for row in error.rows:
+                    self._on_failed(generations[row], error)
+                others = [row for row in range(len(generations)) if row not in error.rows]
+                generations, places, logits = [generations[row] for row in others], places[others], logits[others]
+        else:
+            return
+        self._last_tokens.keep(rows, places, generations, tokens)
+        self._generations += generations
+        self._tokens.append(tokens)
+        self._logprobs.append(torch.full_like(tokens, 0, dtype=torch.float32) if logprobs is None else logprobs)
+
+    def send(self) -> None:
+        """No forward follows: the copy to the host begins, and nobody waits for it."""
+        if self._tokens and self._tokens[0].is_cuda:
+            self._tokens, self._logprobs = [_to_host(self._tokens)], [_to_host(self._logprobs)]
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def read(self) -> list[tuple[Generation, int, float]]:
+        """Each generation that sampled, its token and the log-probability of that, 0 if not asked for.
+
+        Waits for the device.
+        """
+        if self._event is not None:
+            self._event.synchronize()
+        tokens = [token for of_forward in self._tokens for token in of_forward.tolist()]
+        logprobs = [logprob for of_forward in self._logprobs for logprob in of_forward.tolist()]
+        return list(zip(self._generations, tokens, logprobs, strict=True))
+
+    def _texts(self, generations: list[Generation], rows: Int64Array, ends: Int64Array) -> list[Text | None] | None:
+        """The texts, up to `ends`, of those whose processors read them."""
+        if not any(generation.sampling.reads_text for generation in generations):
+            return None
+        return [
+            self._last_tokens.text(generation, row, end) if generation.sampling.reads_text else None
+            for generation, row, end in zip(generations, rows.tolist(), ends.tolist(), strict=True)
+        ]
+
+
+def _to_host(pieces: list[Tensor]) -> Tensor:
+    """The pieces as one tensor in pinned memory, once the stream is there."""
+    together = torch.cat(pieces)
+    return torch.empty(together.shape, dtype=together.dtype, pin_memory=True).copy_(together, non_blocking=True)

@@ -1,0 +1,283 @@
+"""ServingLoop: many generations of one model at once, over one pool.
+
+Owns the order of events in a step: a round is scheduled, its forwards are launched, tokens are sampled, and what was
+sampled is read. Who is in memory is the scheduler's business, how forwards are run that of `forwards`, and how tokens
+are chosen and when a text ends that of `sampling` and `stopping`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence as Ordered
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from torch_uma.counts import whole
+from torch_uma.errors import ClosedError, PlanError, SequenceError, TorchUmaError
+from torch_uma.integrations.transformers.compiled import CompiledDecode, most_fillers
+from torch_uma.integrations.transformers.forwards import Forwards
+from torch_uma.integrations.transformers.generation import Event, FinishReason, Generation
+from torch_uma.integrations.transformers.last_tokens import LastTokens
+from torch_uma.integrations.transformers.launched import Launched
+from torch_uma.integrations.transformers.options import resolve
+from torch_uma.integrations.transformers.prompts import token_ids
+from torch_uma.integrations.transformers.traits import check_compiles, traits_of
+from torch_uma.pool import CachePool
+from torch_uma.scheduling import Forward, Request, Scheduler
+
+if TYPE_CHECKING:
+    from torch_uma.scheduling import Costs
+
+
+class ServingLoop:
+    """Generates for many prompts at once: `submit` them at any time, `step` for as long as the loop is true.
+
+    Args:
+        model: of transformers, that can generate. It is run as it is: call `model.eval()` first.
+        memory, page_size, kv_dtype: of the pool that the loop makes, as for CachePool.
+        pool: one made of this model instead, which others may use too; it stays open.
+        max_running: generations in memory at once.
+        step_tokens: tokens of all forwards of a step; a long prompt comes in chunks of what others leave of it.
+        max_request_tokens: the longest prompt and answer together; by default what the pool can hold.
+        host_memory: bytes, or "4GiB", for generations that are retracted; 0: they are computed again.
+        overlap: launch a step before the tokens of the one before are read, so that an accelerator is never idle
+            meanwhile; a generation that has ended may take part in one more step, for nothing.
+        compile: run decode steps through `torch.compile`, one graph for each of a few batch sizes. The model must
+            attend by "torch_uma".
+        tokenizer: for stop strings.
+
+    A generation gets the tokens that `model.generate()` gives its prompt alone. Several rows in a forward round
+    otherwise than one, which matters where two tokens are equally likely but for that.
+
+    One thread drives a loop, as its pool. PlanError for a model that cannot be served, by name.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        memory: int | float | str | None = None,
+        pool: CachePool | None = None,
+        max_running: int = 64,
+        step_tokens: int = 2048,
+        max_request_tokens: int | None = None,
+        host_memory: int | str = 0,
+        overlap: bool = False,
+        compile: bool = False,
+        tokenizer: Any = None,
+        page_size: int | None = None,
+        kv_dtype: torch.dtype | str | None = None,
+        costs: Costs | None = None,
+    ) -> None:
+        max_running = whole(max_running, "max_running of a loop", least=1, error=PlanError)
+        self._is_own_pool = pool is None
+        if pool is None:
+            rows = max_running + (most_fillers(max_running) if compile else 0)
+            options: dict[str, Any] = {"page_size": page_size, "kv_dtype": kv_dtype, "max_sequences": rows}
+            pool = CachePool(model, memory=memory, **options)
+        else:
+            for name, value in {"memory": memory, "page_size": page_size, "kv_dtype": kv_dtype}.items():
+                if value is not None:
+                    raise PlanError(f"pool= has its {name} already; give either pool= or {name}=")
+        traits = traits_of(model, pool)
+        if compile:
+            check_compiles(model, pool)
+        self._pool = pool
+        self._model = model
+        self._tokenizer = tokenizer
+        self._num_ahead = 1 if overlap else 0
+        self._compiled = CompiledDecode(model, pool, max_running) if compile else None
+        self._scheduler = Scheduler(
+            pool,
+            max_running=max_running,
+            step_tokens=step_tokens,
+            max_request_tokens=max_request_tokens,
+            packed=traits.packed,
+            even=traits.even,
+            host_memory=host_memory,
+            costs=costs,
+        )
+        if traits.max_positions is not None:  # the last token of a text is never fed
+            self._scheduler.max_request_tokens = min(self._scheduler.max_request_tokens, traits.max_positions + 1)
+        self._last_tokens = LastTokens(pool)
+        self._forwards = Forwards(model, pool, traits, self._last_tokens, self._compiled)
+        self._launched: deque[Launched] = deque()
+        self._events: list[Event] = []
+        self._is_closed = False
+
+    @property
+    def pool(self) -> CachePool:
+        """The pool that the generations are in."""
+        return self._pool
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """Who decides which generations are in memory: to be asked, not told."""
+        return self._scheduler
+
+    def __len__(self) -> int:
+        """Generations that are not finished."""
+        return len(self._scheduler)
+
+    def __bool__(self) -> bool:
+        """Whether there is something for `step` to do or to say."""
+        return bool(self._scheduler or self._launched or self._events)
+
+    def submit(
+        self,
+        input_ids: Ordered[int] | Tensor,
+        generation_config: GenerationConfig | None = None,
+        *,
+        priority: int = 0,
+        seed: int | None = None,
+        logprobs: bool = False,
+        tag: Any = None,
+        **overrides: Any,
+    ) -> Generation:
+        """Take a prompt, token ids [tokens] or [1, tokens], to be generated from.
+
+        `generation_config` and `overrides` say how, as those of `model.generate()`, `logits_processor` and
+        `stopping_criteria` included. A higher `priority` is served first. With a `seed` what is sampled is that of
+        `generate()` after `torch.manual_seed(seed)` on a CPU. With `logprobs` the log-probability of each token is
+        kept, of the model's own logits.
+
+        Raises SequenceError for what is no prompt, and for one that is too long; OutOfMemory for one that the pool
+        could not hold even alone; PlanError for options that a loop does not serve. Then nothing has changed. Reads
+        a tensor on a device, and otherwise does not wait.
+        """
+        self._check_open()
+        prompt = token_ids(input_ids, self._model)
+        device = self._pool.device
+        sampling, stopping = resolve(
+            self._model, prompt, generation_config, tokenizer=self._tokenizer, device=device, **overrides
+        )
+        generator = None
+        if seed is not None:
+            seed = whole(seed, "the seed of a generation", least=-(1 << 63), error=SequenceError)
+            generator = torch.Generator(device).manual_seed(seed)
+        made = Generation(prompt, sampling, stopping, generator=generator, with_logprobs=logprobs, tag=tag)
+        made._request = self._scheduler.submit(len(prompt), stopping.max_new_tokens, priority=priority, tag=made)
+        return made
+
+    def step(self) -> list[Event]:
+        """Do one round: schedule it, run its forwards, and read the tokens of it, or of the one before with overlap.
+
+        Returns what that has brought, in no particular order: nothing where prompts have run in part, or the first
+        tokens are still to be read. Without `overlap` it waits for the device. A generation whose processors or
+        criteria raise, or whose prompt does in a forward of its own, is finished with "error". Any other error of a
+        forward is raised, once the round is taken back, and who was in it goes on with the next step. OutOfMemory if
+        others use the pool and nothing fits beside them.
+        """
+        self._check_open()
+        with torch.no_grad(), self._pool.guard.epochs.on_stream():
+            has_launched = self._launch()
+            while len(self._launched) > (self._num_ahead if has_launched else 0):
+                self._read()
+        events, self._events = self._events, []
+        return events
+
+    def cancel(self, generation: Generation) -> None:
+        """Give a generation up, at any time; nothing happens to one that is finished. Its memory is free from the next
+        step on, which has an event of it.
+        """
+        if not generation.is_finished:
+            self._scheduler.cancel(generation.request)
+            self._finish(generation, "cancelled")
+
+    def close(self) -> None:
+        """Cancel what is not finished and free all memory: the pool is closed if the loop made it.
+
+        A second call does nothing.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        rounds = [launched.round for launched in self._launched]
+        self._launched.clear()
+        if self._pool.closed:
+            return
+        in_flight = [request for round_ in rounds for forward in round_.forwards for request in forward.requests]
+        for request in (*self._scheduler.waiting, *self._scheduler.running, *in_flight):
+            self._finish(request.tag, "cancelled")
+        self._scheduler.close()
+        if self._compiled is not None:
+            self._compiled.close()
+        if self._is_own_pool:
+            self._pool.close()
+
+    def __enter__(self) -> ServingLoop:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self.close()
+
+    # A round
+
+    def _launch(self) -> bool:
+        """Schedule a round and run its forwards; returns whether there were any."""
+        token_s = self._forwards.pace.token_s
+        if token_s is not None:
+            self._scheduler.costs = replace(self._scheduler.costs, token_s=token_s)
+        scheduled = self._scheduler.schedule()
+        launched = Launched(scheduled, self._last_tokens, self._fail)
+        try:
+            logits = [self._run(forward) for forward in scheduled.forwards]
+            for forward, of_forward in zip(scheduled.forwards, logits, strict=True):
+                if of_forward is not None:
+                    launched.sample(forward, of_forward)
+            launched.send()
+        except BaseException:
+            self._scheduler.abandon(scheduled)
+            raise
+        self._launched.append(launched)
+        return bool(scheduled)
+
+    def _run(self, forward: Forward) -> Tensor | None:
+        """The logits of a forward; None where none are wanted, or its only request made it fail."""
+        try:
+            return self._forwards.run(forward)
+        except TorchUmaError:  # no request is to blame for that
+            raise
+        except Exception as error:
+            if len(forward.requests) > 1:
+                raise
+            self._fail(forward.requests[0].tag, error)
+            return None
+
+    def _read(self) -> None:
+        """Wait for the tokens of the oldest round that is launched, and see who has come to an end."""
+        launched = self._launched[0]
+        read = launched.read()
+        self._launched.popleft()
+        ended: list[Request] = []
+        for generation, token, logprob in read:
+            if generation.is_finished:  # before this round was read
+                continue
+            try:
+                reason = generation.take(token, logprob)
+            except Exception as error:  # of a criterion of the user
+                self._fail(generation, error)
+                continue
+            if reason is not None:
+                ended.append(generation.request)
+                generation.finish_reason = reason
+            self._events.append(Event(generation, [token], reason))
+        self._scheduler.complete(launched.round, ended)
+
+    def _fail(self, generation: Generation, error: Exception) -> None:
+        self._scheduler.cancel(generation.request)
+        generation.error = error
+        self._finish(generation, "error")
+
+    def _finish(self, generation: Generation, reason: FinishReason) -> None:
+        if not generation.is_finished:
+            generation.finish_reason = reason
+            self._events.append(Event(generation, [], reason))
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ClosedError("the loop was closed; make another")
