@@ -414,13 +414,23 @@ def test_states_and_fillers_in_compiled_steps() -> None:
     torch.compiler.reset()
 
 
-def test_where_fillers_find_no_room_a_step_runs_as_it_is(compiled_lightly: list[int]) -> None:
+@pytest.mark.parametrize("max_sequences", [5, 16])
+def test_where_fillers_find_no_room_a_step_runs_as_it_is(
+    max_sequences: int, compiled_lightly: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No row, or no page: the pool is as full as it gets."""
     model = model_of("llama")
-    pool = CachePool(model, memory="70KiB", page_size=4, max_sequences=3)
-    loop = ServingLoop(model, pool=pool, max_running=3, compile=True)
-    generations = submit_all(loop, (30, 7, 9))
-    run(loop)
+    pool = CachePool(model, memory="70KiB", page_size=4, max_sequences=max_sequences)
+    loop = ServingLoop(model, pool=pool, max_running=5, compile=True)
+    generations = submit_all(loop, (9, 7, 5), max_new_tokens=12)
+    num_rows: list[int] = []
+    step = CachePool.step
+    monkeypatch.setattr(CachePool, "step", lambda *given: num_rows.append(len(given[1])) or step(*given))
+    run(loop, scrambled=False)
     for generation in generations:
-        assert_as_alone(model, generation, max_new_tokens=20, **GREEDY)
+        assert_as_alone(model, generation, max_new_tokens=12, **GREEDY)
+    print(num_rows)
+    assert num_rows.count(3) > (0 if max_sequences > 5 else 10)
+    assert (4 in num_rows) is (max_sequences > 5)
     loop.close()
     assert_all_free(pool)

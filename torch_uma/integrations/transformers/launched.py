@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import repeat
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,7 +33,7 @@ class Launched:
         self._on_failed = on_failed
         self._generations: list[Generation] = []
         self._tokens: list[Tensor] = []
-        self._logprobs: list[Tensor] = []
+        self._logprobs: list[Tensor | None] = []  # None where nobody asked
         self._event: torch.cuda.Event | None = None
 
     def sample(self, forward: Forward, logits: Tensor) -> None:
@@ -60,12 +61,13 @@ class Launched:
         self._last_tokens.keep(rows, places, generations, tokens)
         self._generations += generations
         self._tokens.append(tokens)
-        self._logprobs.append(torch.full_like(tokens, 0, dtype=torch.float32) if logprobs is None else logprobs)
+        self._logprobs.append(logprobs)
 
     def send(self) -> None:
         """No forward follows: the copy to the host begins, and nobody waits for it."""
         if self._tokens and self._tokens[0].is_cuda:
-            self._tokens, self._logprobs = [_to_host(self._tokens)], [_to_host(self._logprobs)]
+            self._tokens = [_to_host(tokens) for tokens in self._tokens]
+            self._logprobs = [None if logprobs is None else _to_host(logprobs) for logprobs in self._logprobs]
             self._event = torch.cuda.Event()
             self._event.record()
 
@@ -76,9 +78,10 @@ class Launched:
         """
         if self._event is not None:
             self._event.synchronize()
-        tokens = [token for of_forward in self._tokens for token in of_forward.tolist()]
-        logprobs = [logprob for of_forward in self._logprobs for logprob in of_forward.tolist()]
-        return list(zip(self._generations, tokens, logprobs, strict=True))
+        read: list[tuple[int, float]] = []
+        for tokens, logprobs in zip(self._tokens, self._logprobs, strict=True):
+            read += zip(tokens.tolist(), repeat(0.0) if logprobs is None else logprobs.tolist())
+        return [(generation, *each) for generation, each in zip(self._generations, read, strict=True)]
 
     def _texts(self, generations: list[Generation], rows: Int64Array, ends: Int64Array) -> list[Text | None] | None:
         """The texts, up to `ends`, of those whose processors read them."""
@@ -90,7 +93,6 @@ class Launched:
         ]
 
 
-def _to_host(pieces: list[Tensor]) -> Tensor:
-    """The pieces as one tensor in pinned memory, once the stream is there."""
-    together = torch.cat(pieces)
-    return torch.empty(together.shape, dtype=together.dtype, pin_memory=True).copy_(together, non_blocking=True)
+def _to_host(tensor: Tensor) -> Tensor:
+    """The same in pinned memory, once the stream is there."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

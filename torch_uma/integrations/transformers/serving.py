@@ -46,8 +46,9 @@ class ServingLoop:
         host_memory: bytes, or "4GiB", for generations that are retracted; 0: they are computed again.
         overlap: launch a step before the tokens of the one before are read, so that an accelerator is never idle
             meanwhile; a generation that has ended may take part in one more step, for nothing.
-        compile: run decode steps through `torch.compile`, one graph for each of a few batch sizes. The model must
-            attend by "torch_uma".
+        compile: run decode steps through `torch.compile`, one graph for each of a few batch sizes, which idle sequences
+            fill up: a pool that is given needs rows for them, `max_sequences` of up to 3/2 of `max_running`. The model
+            must attend by "torch_uma".
         tokenizer: for stop strings.
 
     A generation gets the tokens that `model.generate()` gives its prompt alone. Several rows in a forward round
