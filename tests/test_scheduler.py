@@ -48,10 +48,16 @@ def test_a_request_beyond_the_arena_is_refused_with_what_would_help() -> None:
     assert scheduler.max_request_tokens == 61
     scheduler.submit(60, 1)
     before = known(scheduler)
-    with pytest.raises(OutOfMemory, match="give the arena more memory") as raised:
+    told = "60 tokens and 2 new ones is longer than the 61 .* bytes in all, .* give the arena more memory"
+    with pytest.raises(OutOfMemory, match=told) as raised:
         scheduler.submit(60, 2)
     assert not raised.value.quote.fits_empty and raised.value.quote.demand == (16,)
     assert known(scheduler) == before
+
+
+def test_a_scheduler_of_what_is_no_pool_is_refused() -> None:
+    with pytest.raises(PlanError, match="over a CachePool, not Plan"):
+        Scheduler(make_pool("full", memory=1024, page_size=4).plan)  # type: ignore[arg-type]
 
 
 def test_a_request_beyond_what_the_scheduler_takes_is_refused() -> None:

@@ -282,7 +282,7 @@ def test_what_cannot_be_served_is_refused_and_nothing_changes() -> None:
         with pytest.raises(error, match=message):
             loop.submit(prompt, **{"max_new_tokens": 5, **options})
     roomy = ServingLoop(model, pool=pool, max_running=4)
-    with pytest.raises(OutOfMemory, match="asked for"):
+    with pytest.raises(OutOfMemory, match="5 tokens and 5000 new ones is longer than the 197"):
         roomy.submit(prompt_of(5), max_new_tokens=5000)
     assert not loop and len(loop) == 0 and loop.scheduler.stats().submitted == 0
     loop.close()

@@ -22,8 +22,8 @@ class Generation:
         prompt: its token ids.
         tokens: the new ones that have been read so far, the one that ended it included.
         logprobs: the log-probability of each of these before temperature and the like, where they were asked for.
-        finish_reason: None while it goes on; then "stop" (its text has come to an end), "length", "cancelled" or
-            "error".
+        finish_reason: None while it goes on; then "stop" (its text has come to an end), "length" (it has got all tokens
+            that it may have, or its `max_time` is over), "cancelled" or "error".
         error: what was raised where that is the reason.
         tag: the caller's own.
         sampling, stopping, generator: how its tokens are chosen and from which numbers, and when it ends.
@@ -96,7 +96,7 @@ class Generation:
 
 
 class Event(NamedTuple):
-    """What one step brought for one generation: new tokens, and why it has ended if it has."""
+    """What one step brought for one generation: new tokens, and why it has ended if it has, as in `finish_reason`."""
 
     generation: Generation
     tokens: list[int]

@@ -36,25 +36,34 @@ if TYPE_CHECKING:
 class ServingLoop:
     """Generates for many prompts at once: `submit` them at any time, `step` for as long as the loop is true.
 
+    `submit` returns a Generation, which grows; each `step` returns what is new as Events (`generation`, `tokens`, and
+    `finish_reason`, None while it goes on). docs/serving.md shows it. `loop.scheduler.stats()` says what was done so
+    far, `loop.pool.stats()` what the memory holds, and `loop.scheduler.quote` what a request would need.
+
     Args:
         model: of transformers, that can generate. It is run as it is: call `model.eval()` first.
-        memory, page_size, kv_dtype: of the pool that the loop makes, as for CachePool.
+        memory: of the pool that the loop makes: bytes, "8GiB", or a fraction of the free memory; half of it by default.
+        page_size, kv_dtype: of that pool, as for CachePool.
         pool: one made of this model instead, which others may use too; it stays open.
-        max_running: generations in memory at once.
+        max_running: generations in memory at once; others wait.
         step_tokens: tokens of all forwards of a step; a long prompt comes in chunks of what others leave of it.
         max_request_tokens: the longest prompt and answer together; by default what the pool can hold.
-        host_memory: bytes, or "4GiB", for generations that are retracted; 0: they are computed again.
+        host_memory: bytes, or "4GiB", for generations that are retracted: taken out of memory for a while, as it is
+            short. Those wait there, and are copied back; 0: what they held is computed again.
         overlap: launch a step before the tokens of the one before are read, so that an accelerator is never idle
             meanwhile; a generation that has ended may take part in one more step, for nothing.
         compile: run decode steps through `torch.compile`, one graph for each of a few batch sizes, which idle sequences
             fill up: a pool that is given needs rows for them, `max_sequences` of up to 3/2 of `max_running`. The model
             must attend by "torch_uma".
         tokenizer: for stop strings.
+        costs: `torch_uma.scheduling.Costs`, how fast bytes are copied to the host; the other half is measured.
 
     A generation gets the tokens that `model.generate()` gives its prompt alone. Several rows in a forward round
     otherwise than one, which matters where two tokens are equally likely but for that.
 
-    One thread drives a loop, as its pool. PlanError for a model that cannot be served, by name.
+    One thread drives a loop, the one that made it or its pool: a call from another raises ThreadError.
+
+    Raises PlanError for a model that cannot be served, by name, and for memory that does not hold one request.
     """
 
     def __init__(
@@ -141,10 +150,11 @@ class ServingLoop:
     ) -> Generation:
         """Take a prompt, token ids [tokens] or [1, tokens], to be generated from.
 
-        `generation_config` and `overrides` say how, as those of `model.generate()`, `logits_processor` and
-        `stopping_criteria` included. A higher `priority` is served first. With a `seed` what is sampled is that of
-        `generate()` after `torch.manual_seed(seed)` on a CPU. With `logprobs` the log-probability of each token is
-        kept, of the model's own logits.
+        `generation_config` and `overrides` say how, as those of `model.generate()` (`max_new_tokens`, 20 by default,
+        `do_sample`, `eos_token_id`, ...), `logits_processor` and `stopping_criteria` included. `max_time` runs from
+        this call on; whoever waits beyond it gets one token. A higher `priority` is served first. With a `seed` what is
+        sampled is that of `generate()` after `torch.manual_seed(seed)` on a CPU. With `logprobs` the log-probability of
+        each token is kept, of the model's own logits. `tag` is the caller's own, to be found at the generation.
 
         Raises SequenceError for what is no prompt, and for one that is too long; OutOfMemory for one that the pool
         could not hold even alone; PlanError for options that a loop does not serve. Then nothing has changed. Reads
