@@ -226,7 +226,7 @@ def test_a_criterion_may_cancel_or_raise_behind_the_token_that_it_has_seen(overl
 def test_what_is_interrupted_while_tokens_are_chosen_or_read_goes_on_from_there(overlap: bool) -> None:
     """Tokens that others had drawn in that step are drawn again, from the same numbers."""
     model = model_of("llama")
-    loop = ServingLoop(model, memory="1MiB", max_running=8, step_tokens=16, overlap=overlap)
+    loop = ServingLoop(model, memory="1MiB", max_running=24, step_tokens=64, overlap=overlap)
     options = SAMPLED | {"max_new_tokens": 12, "logprobs": True}
     pending = [Interrupted()]
 
@@ -245,6 +245,8 @@ def test_what_is_interrupted_while_tokens_are_chosen_or_read_goes_on_from_there(
     ]
     num_raised, num_steps = 0, 0
     while loop:
+        if num_steps < 12:  # whose prompt comes before the forward of the others, in the same round
+            generations.append(loop.submit(prompt_of(5), seed=5, **options))
         try:
             loop.step()
         except Interrupted:
