@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from itertools import repeat
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from torch_uma.errors import ProcessorError
 from torch_uma.integrations.transformers.generation import Generation
@@ -16,31 +17,40 @@ from torch_uma.integrations.transformers.sampling import Text, choose
 from torch_uma.tables import Int64Array
 
 if TYPE_CHECKING:
-    from torch_uma.scheduling import Forward, Round
+    from torch_uma.scheduling import Forward, Request, Round
 
 
 class Launched:
     """What the forwards of a round sampled. On CUDA it is copied to pinned memory, and waited for when it is read.
 
-    `on_failed` is told of a generation whose processors have raised, and what; it samples nothing then.
+    `on_failed` is told of a generation whose processors have raised, and what; it samples nothing then. `unread` is for
+    who reads it: what `read` gave and was not looked at yet, None before; `ended` who came to an end in that.
     """
 
     def __init__(
         self, round_: Round, last_tokens: LastTokens, on_failed: Callable[[Generation, Exception], None]
     ) -> None:
         self.round = round_
+        self.unread: deque[tuple[Generation, int, float]] | None = None
+        self.ended: list[Request] = []
         self._last_tokens = last_tokens
         self._on_failed = on_failed
         self._generations: list[Generation] = []
         self._tokens: list[Tensor] = []
         self._logprobs: list[Tensor | None] = []  # None where nobody asked
         self._event: torch.cuda.Event | None = None
+        self._drawn: list[tuple[Generator, Tensor]] = []  # from whom numbers were drawn, and their states before
 
     def sample(self, forward: Forward, logits: Tensor) -> None:
         """Choose the next tokens for the logits [sampled, vocabulary] of a forward, and keep them for the next one."""
         rows, places = forward.batch.rows, forward.samples.nonzero()[0]
         generations: list[Generation] = [forward.requests[place].tag for place in places.tolist()]
         ends = forward.starts + forward.num_new_tokens
+        self._drawn += [
+            (each.generator, each.generator.get_state())
+            for each in generations
+            if each.generator is not None and each.sampling.do_sample
+        ]
         while generations:
             try:
                 tokens, logprobs = choose(
@@ -62,6 +72,11 @@ class Launched:
         self._generations += generations
         self._tokens.append(tokens)
         self._logprobs.append(logprobs)
+
+    def take_back(self) -> None:
+        """Nothing was sampled, from the numbers on that were drawn first."""
+        for generator, state in self._drawn:
+            generator.set_state(state)
 
     def send(self) -> None:
         """No forward follows: the copy to the host begins, and nobody waits for it."""
