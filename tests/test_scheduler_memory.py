@@ -31,6 +31,17 @@ def test_growth_that_does_not_fit_takes_out_another_than_the_first() -> None:
     assert scheduler.stats().recomputed_tokens > 0
 
 
+def test_nobody_takes_the_place_of_who_had_to_go_and_comes_before_him() -> None:
+    scheduler = scheduler_of(headroom_steps=1, max_running=2)
+    first, second, third = scheduler.submit(28, 30), scheduler.submit(28, 30), scheduler.submit(1, 2)
+    loop = Loop(scheduler)
+    while not second.num_retractions:
+        round = loop.round()
+    assert round.dropped == (second,) and round.admitted == () and scheduler.waiting == (second, third)
+    loop.run(200)
+    assert set(loop.finished) == {first, second, third}
+
+
 def test_prompts_come_in_shorter_chunks_before_anybody_has_to_go() -> None:
     scheduler = scheduler_of("window", memory=768, page_size=1, max_running=2, headroom_steps=1)
     for _ in range(2):
@@ -222,6 +233,21 @@ def test_a_stream_of_important_requests_does_not_starve_another() -> None:
     scheduler.close()
 
 
+def test_a_prompt_that_is_passed_over_grows_older() -> None:
+    scheduler = scheduler_of(memory=1 << 14, step_tokens=12, patience_rounds=4)
+    humble = scheduler.submit(200, 2)
+    loop = Loop(scheduler)
+    loop.round()
+    scheduler.submit(100, 2, priority=1)
+    lengths = []
+    for _ in range(8):
+        loop.round()
+        assert humble.sequence is not None
+        lengths.append(humble.sequence.length)
+    assert lengths == [24, 24, 24, 24, 36, 48, 60, 60]  # by then the other has grown older, too
+    loop.run(100)
+
+
 def test_a_stream_of_important_prompts_does_not_starve_one_that_runs() -> None:
     scheduler = scheduler_of(memory=1 << 14, step_tokens=12, patience_rounds=10)
     humble = scheduler.submit(100, 2, priority=0)
@@ -229,7 +255,7 @@ def test_a_stream_of_important_prompts_does_not_starve_one_that_runs() -> None:
     loop.round()
     num_rounds = 0
     while not humble.is_done and num_rounds < 100:
-        scheduler.submit(12, 1, priority=1)
+        scheduler.submit(40, 1, priority=1)
         loop.round()
         num_rounds += 1
     assert humble.is_done
