@@ -8,28 +8,16 @@ import numpy as np
 import pytest
 from arenas import BoundarySearch
 from pools import layer
-from scheduling import Loop
+from scheduling import Loop, random_layers
 
 from torch_uma.errors import OutOfMemory, PlanError
-from torch_uma.layout import Chunk, Full, Layer, State, Window
+from torch_uma.layout import Chunk, Full, State, Window
 from torch_uma.plan import SubPool, plan
 from torch_uma.pool import CachePool
 from torch_uma.scheduling import Scheduler
 from torch_uma.scheduling.need import need_of
 
 NUM_SITUATIONS = 150
-
-
-def random_layers(rnd: random.Random, *, chunks: bool) -> list[Layer]:
-    kinds = [
-        layer(Full(), tokens_per_entry=rnd.choice([1, 1, 4]), width=rnd.choice([4, 8])),
-        layer(Window(rnd.choice([1, 2, 5, 7, 12])), width=rnd.choice([4, 12])),
-        layer(Window(rnd.choice([20, 33])), width=8),
-        layer(State(), width=rnd.choice([8, 40])),
-    ]
-    if chunks:
-        kinds += [layer(Chunk(rnd.choice([2, 5, 9, 16])), width=4), layer(Chunk(rnd.choice([3, 8])), width=8)]
-    return rnd.sample(kinds, rnd.randint(1, 4))
 
 
 def fullest_pages(subpool: SubPool, last: int) -> int:
@@ -39,9 +27,7 @@ def fullest_pages(subpool: SubPool, last: int) -> int:
     page_tokens, most, held = subpool.page_tokens, 0, set[int]()
     for length in range(1, last + 1):
         needed = subpool.lifetime.first_needed(length) // page_tokens
-        taken = (length - 1) // page_tokens
-        if taken >= needed:  # it outlives the step
-            held.add(taken)
+        held.add((length - 1) // page_tokens)  # a token's own step reads it
         most = max(most, len(held))
         held = {page for page in held if page >= needed}
     return most

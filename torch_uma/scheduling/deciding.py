@@ -120,7 +120,8 @@ class _Draft:
         if victims is None:
             raise self._out_of_memory((stages - self._shares(candidates).sum(axis=0)).max(axis=0))
         self._retract(victims)
-        assert self._take_chunks()
+        has_taken = self._take_chunks()
+        assert has_taken, "the first of them fits with its least chunk"
 
     def _take_chunks(self) -> bool:
         for chunks in self._chunkings():

@@ -6,10 +6,12 @@ forwards count as one; the others are decode steps. A request's share is what it
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 
 from torch_uma.books import Sequences
-from torch_uma.demands import may_stay, pages_ahead, released_by_step, step_pages
+from torch_uma.demands import may_stay, pages_ahead, pages_alone, released_by_step, step_pages
 from torch_uma.lifespans import Lifespans
 from torch_uma.plan import Plan
 from torch_uma.tables import Int64Array
@@ -26,6 +28,9 @@ class Outlook:
         self._plan = plan
         self._lifespans = lifespans
         self._every = np.arange(lifespans.num_subpools)[:, None]
+        # Whoever waits is asked about in every round.
+        self._fresh = lru_cache(maxsize=256)(self._share_of_fresh)
+        self._restored = lru_cache(maxsize=256)(self._share_of_restored)
 
     def none(self) -> Int64Array:
         """The share of nobody."""
@@ -54,11 +59,24 @@ class Outlook:
         share = np.repeat(taken[None], 1 + len(self.steps), axis=0)
         share[1:] -= released_by_step(books, rows, num_tokens)[:, 0]
         if is_last:
-            share[1:] += self._decoding_after(int(books.length[row]) + num_tokens, left, stays=may_stay(books))
+            length = int(books.length[row]) + num_tokens
+            added = self._decoding_after(length, left)
+            if may_stay(books):  # what others hold of the row, too, stays where the row lets go of it
+                staying = (books.end[:, row] - books.first[:, row]) - pages_alone(books, rows)[:, 0]
+                ends = self._lifespans.num_pages(self._every, length + np.clip(self.steps - 1, 0, left)).T
+                added = np.minimum(added + staying, ends - self._lifespans.num_pages(self._every, np.array([length])).T)
+            share[1:] += added
         return share
 
     def fresh(self, num_tokens: int, num_run: int, left: int) -> Int64Array:
-        """The share of a request that is given room for `num_tokens`, and runs `num_run` of them."""
+        """The share of a request that is given room for `num_tokens`, and runs `num_run` of them; not to be changed."""
+        return self._fresh(num_tokens, num_run, min(left, int(self.steps[-1])))
+
+    def restored(self, num_tokens: int, left: int) -> Int64Array:
+        """The share of a request that gets back what it had, and decodes from this round on; not to be changed."""
+        return self._restored(num_tokens, min(left, int(self.steps[-1])))
+
+    def _share_of_fresh(self, num_tokens: int, num_run: int, left: int) -> Int64Array:
         held = np.array(self._plan.demand(num_tokens), np.int64)
         share = np.repeat(held[None], 1 + len(self.steps), axis=0)
         np.maximum(share[0], self.fullest(0, num_run), out=share[0])
@@ -70,8 +88,7 @@ class Outlook:
             share[1:] = reach - self._lifespans.first_needed_page(every, run)
         return share
 
-    def restored(self, num_tokens: int, left: int) -> Int64Array:
-        """The share of a request that gets back what it had, and decodes from this round on."""
+    def _share_of_restored(self, num_tokens: int, left: int) -> Int64Array:
         share = self.none()
         share[0] = self._plan.demand(num_tokens)
         for stage, step in enumerate(np.minimum(self.steps, left).tolist(), 1):
@@ -82,18 +99,12 @@ class Outlook:
         """[sub-pools] pages that a row without room ahead holds while it goes from `past` to `new` tokens."""
         return fullest(self._lifespans, np.array([past]), np.array([new]))[:, 0]
 
-    def _decoding_after(self, num_tokens: int, left: int, *, stays: bool = False) -> Int64Array:
-        """[steps, sub-pools] what a row adds to its `num_tokens` in decode steps that begin with the next round.
-
-        Where pages may stay that the row lets go of, as others hold them, none is counted as having left.
-        """
+    def _decoding_after(self, num_tokens: int, left: int) -> Int64Array:
+        """[steps, sub-pools] what a row adds to its `num_tokens` in decode steps that begin with the next round."""
         held = np.array(self._plan.demand(num_tokens), np.int64)
         added = np.zeros((len(self.steps), len(held)), np.int64)
         for stage, step in enumerate(np.minimum(self.steps - 1, left).tolist()):
-            if step > 0 and stays:
-                reach = self._lifespans.num_pages(self._every, np.array([[num_tokens, num_tokens + step]]))
-                added[stage] = reach[:, 1] - reach[:, 0]
-            elif step > 0:
+            if step > 0:
                 added[stage] = self.fullest(num_tokens + step - 1, num_tokens + step) - held
         return added
 
