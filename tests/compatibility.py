@@ -65,7 +65,7 @@ _DECODERS = "models::tokens_are_those_of_the_oracle_or_the_type_is_refused"
 _DEVICES = "devices::tokens_are_those_of_the_default_cache"
 _SERVED = "serving::tokens_are_those_of_each_prompt_alone"
 _BATCH = "compatibility::a_batch_over_little_memory"
-_IN_THE_NEXT_ROUND = "scheduler::a_more_important_request_begins_in_the_next_round_where_memory_is_full"
+_IN_THE_NEXT_ROUND = "scheduler_memory::a_more_important_request_begins_in_the_next_round_where_memory_is_full"
 _STREAMS = "serve::many_streams_a_third_of_which_are_cut_off"
 
 # Models that `test_compatibility.py` serves, with their attention, and memory of the host for those who are retracted.
