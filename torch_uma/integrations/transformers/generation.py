@@ -78,12 +78,17 @@ class Generation:
             return self.prompt[start:end]
         return self.prompt[start:] + self.tokens[max(start - num_prompt_tokens, 0) : end - num_prompt_tokens]
 
-    def take(self, token: int, logprob: float) -> FinishReason | None:
-        """Note that a token was read; returns why the text ends with it, if it does."""
+    def add(self, token: int, logprob: float) -> None:
+        """Note that a token was read."""
         self.tokens.append(token)
         if self.logprobs is not None:
             self.logprobs.append(logprob)
-        return self.stopping.reason(self.tokens)
+
+    def take_back(self) -> None:
+        """The last token counts as not read."""
+        self.tokens.pop()
+        if self.logprobs is not None:
+            self.logprobs.pop()
 
     def text(self, tokenizer: Any, **options: Any) -> str:
         """The new tokens as text, without special tokens unless `options` of `tokenizer.decode` say otherwise."""

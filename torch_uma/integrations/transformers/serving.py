@@ -27,7 +27,7 @@ from torch_uma.integrations.transformers.options import resolve
 from torch_uma.integrations.transformers.prompts import token_ids
 from torch_uma.integrations.transformers.traits import check_compiles, traits_of
 from torch_uma.pool import CachePool
-from torch_uma.scheduling import Forward, Request, Scheduler
+from torch_uma.scheduling import Forward, Scheduler
 
 if TYPE_CHECKING:
     from torch_uma.scheduling import Costs
@@ -52,8 +52,9 @@ class ServingLoop:
             short. Those wait there, and are copied back; 0: what they held is computed again.
         overlap: launch a step before the tokens of the one before are read, so that an accelerator is never idle
             meanwhile; a generation that has ended may take part in one more step, for nothing.
-        compile: run decode steps through `torch.compile`, one graph for each of a few batch sizes. The model must
-            attend by "torch_uma".
+        compile: run decode steps through `torch.compile`, one graph for each of a few batch sizes, which idle sequences
+            fill up: a pool that is given needs rows for them, `max_sequences` of up to 3/2 of `max_running`. The model
+            must attend by "torch_uma".
         tokenizer: for stop strings.
         costs: `torch_uma.scheduling.Costs`, how fast bytes are copied to the host; the other half is measured.
 
@@ -132,11 +133,11 @@ class ServingLoop:
 
     def __len__(self) -> int:
         """Generations that are not finished."""
-        return len(self._scheduler)
+        return 0 if self._is_closed else len(self._scheduler)
 
     def __bool__(self) -> bool:
         """Whether there is something for `step` to do or to say."""
-        return bool(self._scheduler or self._launched or self._events)
+        return bool(len(self) or self._launched or self._events)
 
     def submit(
         self,
@@ -186,9 +187,9 @@ class ServingLoop:
         """
         self._check_open()
         with torch.no_grad(), self._pool.guard.epochs.on_stream():
+            self._read_until(self._num_ahead)  # of more where the last step was interrupted
             has_launched = self._launch()
-            while len(self._launched) > (self._num_ahead if has_launched else 0):
-                self._read()
+            self._read_until(self._num_ahead if has_launched else 0)
         events, self._events = self._events, []
         return events
 
@@ -207,14 +208,17 @@ class ServingLoop:
         """
         if self._is_closed:
             return
+        if not self._pool.closed:
+            self._pool.guard.enter()
         self._is_closed = True
         rounds = [launched.round for launched in self._launched]
         self._launched.clear()
-        if self._pool.closed:
-            return
         in_flight = [request for round_ in rounds for forward in round_.forwards for request in forward.requests]
         for request in (*self._scheduler.waiting, *self._scheduler.running, *in_flight):
             self._finish(request.tag, "cancelled")
+        self._events.clear()
+        if self._pool.closed:
+            return
         self._scheduler.close()
         if self._compiled is not None:
             self._compiled.close()
@@ -243,6 +247,7 @@ class ServingLoop:
                     launched.sample(forward, of_forward)
             launched.send()
         except BaseException:
+            launched.take_back()
             self._scheduler.abandon(scheduled)
             raise
         self._launched.append(launched)
@@ -260,25 +265,46 @@ class ServingLoop:
             self._fail(forward.requests[0].tag, error)
             return None
 
+    def _read_until(self, num_left: int) -> None:
+        """Read the tokens of all rounds that are launched but the last `num_left`."""
+        while len(self._launched) > num_left:
+            self._read()
+
     def _read(self) -> None:
-        """Wait for the tokens of the oldest round that is launched, and see who has come to an end."""
+        """Wait for the tokens of the oldest round that is launched, and see who has come to an end.
+
+        What interrupts that leaves the rest to the next call.
+        """
         launched = self._launched[0]
-        read = launched.read()
+        if launched.unread is None:
+            launched.unread = deque(launched.read())
+        while launched.unread:
+            generation, token, logprob = launched.unread[0]
+            if not generation.is_finished and self._take(generation, token, logprob):
+                launched.ended.append(generation.request)
+            launched.unread.popleft()
+        self._scheduler.complete(launched.round, launched.ended)
         self._launched.popleft()
-        ended: list[Request] = []
-        for generation, token, logprob in read:
-            if generation.is_finished:  # before this round was read
-                continue
-            try:
-                reason = generation.take(token, logprob)
-            except Exception as error:  # of a criterion of the user
-                self._fail(generation, error)
-                continue
-            if reason is not None:
-                ended.append(generation.request)
-                generation.finish_reason = reason
-            self._events.append(Event(generation, [token], reason))
-        self._scheduler.complete(launched.round, ended)
+
+    def _take(self, generation: Generation, token: int, logprob: float) -> bool:
+        """Give a generation its next token; returns whether its text has come to an end.
+
+        A criterion of the user may raise, and cancel anybody; what it interrupts is as if it had not begun.
+        """
+        place, reason = len(self._events), None
+        generation.add(token, logprob)
+        try:
+            reason = generation.stopping.reason(generation.tokens)
+        except Exception as error:
+            self._fail(generation, error)
+        except BaseException:
+            generation.take_back()
+            raise
+        if generation.is_finished:
+            reason = None
+        self._events.insert(place, Event(generation, [token], reason))
+        generation.finish_reason = generation.finish_reason or reason
+        return reason is not None
 
     def _fail(self, generation: Generation, error: Exception) -> None:
         self._scheduler.cancel(generation.request)

@@ -111,6 +111,6 @@ def _max_positions(model: Any) -> int | None:
     limit = getattr(config, "max_position_embeddings", None)
     has_learnt = any(
         isinstance(module, torch.nn.Embedding) and ("position" in name or name.endswith("wpe"))
-        for name, module in model.named_modules()
+        for name, module in (model.get_decoder() or model).named_modules()
     )
     return int(limit) if limit and has_learnt else None
