@@ -58,7 +58,9 @@ def test_what_the_readme_does_with_a_model(name):
     assert given["cache"].get_seq_length() > 9
     run_block("README.md", 1, **given)
     assert model.config._attn_implementation == "torch_uma"
-    given = run_block("README.md", 2, **given)
+    given = run_block("README.md", 2, tokenizer=tokenizer(), prompts=[[1, 2, 3], [4, 5]], **given)
+    assert given["generation"].prompt == [4, 5] and len(given["generation"].tokens) == 64
+    given = run_block("README.md", 3, **given)
     assert given["branch"].pool.closed and given["logits"].shape[1] == 1
 
 
@@ -129,7 +131,7 @@ def test_what_the_usage_page_does_to_speculate(name):
 
 
 def test_the_readme_makes_a_pool_without_a_model_library():
-    pool = run_block("README.md", 3)["pool"]
+    pool = run_block("README.md", 4)["pool"]
     assert isinstance(pool, torch_uma.CachePool)
     assert [subpool.name for subpool in pool.plan.subpools] == ["state", "window_128", "full"]
 
