@@ -12,8 +12,7 @@ from transformers import BatchEncoding, GenerationConfig, LogitsProcessor, Logit
 from transformers.generation.streamers import BaseStreamer
 
 import torch_uma
-from torch_uma import OutOfMemory, PlanError, SequenceError, ServingLoop, generate_batch
-from torch_uma.integrations.transformers import Event
+from torch_uma import Event, OutOfMemory, PlanError, SequenceError, ServingLoop, generate_batch
 
 torch.set_num_threads(1)
 
@@ -225,6 +224,8 @@ def test_what_does_not_go_together_is_refused() -> None:
     for inputs, options, error, message in refused:
         with pytest.raises(error, match=message):
             generate_batch(model, inputs, memory="200KiB", **{"max_new_tokens": 4, **options})
+    with pytest.raises(PlanError, match="AutoModelForCausalLM makes one"):
+        generate_batch(model.config, PROMPTS, memory="200KiB")
 
 
 def test_a_config_for_each_prompt_brings_no_warning_about_options_beside_it() -> None:

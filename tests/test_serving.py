@@ -378,6 +378,7 @@ def test_a_loop_that_cannot_be_is_refused() -> None:
     pool = tight_pool(llama, "200KiB")
     refused: list[tuple[Callable[[], Any], str]] = [
         (lambda: ServingLoop(llama, pool=pool, memory="1MiB"), "pool= has its memory"),
+        (lambda: ServingLoop(llama, pool=pool.plan), "a CachePool of this model, not Plan"),
         (lambda: ServingLoop(model_of("gpt_oss"), pool=pool), "another model"),
         (lambda: ServingLoop(llama.model, memory="1MiB"), "can generate"),
         (lambda: ServingLoop(model_of("unlimited_ocr_text", "eager"), memory="1MiB"), "unlimited_ocr .* prompt"),

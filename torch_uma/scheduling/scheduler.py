@@ -135,7 +135,7 @@ class Scheduler:
         self._limits = Limits(
             max_running=max_running,
             step_tokens=step_tokens,
-            host_bytes=0 if host_memory == 0 else parse_bytes(host_memory),
+            host_bytes=parse_bytes(host_memory, name="host_memory", least=0),
             is_chunked=not restarted if chunked is None else chunked,
             num_reserved=reserve_steps,
         )

@@ -161,7 +161,7 @@ def _num_answers(model: Any, config: GenerationConfig | None, overrides: Mapping
     check_config(config)
     given = (
         overrides.get("num_return_sequences"),
-        *(each.num_return_sequences for each in (config, model.generation_config) if each),
+        *(each.num_return_sequences for each in (config, getattr(model, "generation_config", None)) if each),
     )
     return whole(
         next((value for value in given if value is not None), 1), "num_return_sequences", least=1, error=SequenceError

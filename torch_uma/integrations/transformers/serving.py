@@ -89,6 +89,8 @@ class ServingLoop:
             rows = max_running + (most_fillers(max_running) if compile else 0)
             options: dict[str, Any] = {"page_size": page_size, "kv_dtype": kv_dtype, "max_sequences": rows}
             pool = CachePool(model, memory=memory, **options)
+        elif not isinstance(pool, CachePool):
+            raise PlanError(f"pool= is a CachePool of this model, not {type(pool).__name__}; or give memory=")
         else:
             for name, value in {"memory": memory, "page_size": page_size, "kv_dtype": kv_dtype}.items():
                 if value is not None:
