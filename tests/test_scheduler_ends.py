@@ -333,3 +333,11 @@ def test_host_memory_that_cannot_be_had_leaves_all_as_it_was(monkeypatch: pytest
     scheduler.pool.check()
     loop.run(200)
     assert set(loop.finished) == {first, second} and second.num_retractions > 0
+
+
+def test_an_empty_round_can_be_abandoned_as_it_can_be_completed() -> None:
+    scheduler = scheduler_of()
+    empty = scheduler.schedule()
+    before = known(scheduler)
+    scheduler.abandon(empty)
+    assert not empty and scheduler.complete(empty) == [] and known(scheduler) == before

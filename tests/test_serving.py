@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from transformers.generation.stopping_criteria import StoppingCriteria
 
 import torch_uma
-from torch_uma import CachePool, ClosedError, OutOfMemory, PlanError, SequenceError, ServingLoop
+from torch_uma import CachePool, ClosedError, OutOfMemory, PlanError, SequenceError, ServingLoop, ThreadError
 
 torch.set_num_threads(1)
 
@@ -417,6 +418,22 @@ def test_what_others_hold_is_waited_for_by_an_error() -> None:
     run(loop)
     assert_as_alone(model, generation, max_new_tokens=20, **GREEDY)
     loop.close()
+
+
+def test_another_thread_can_do_nothing_and_changes_nothing() -> None:
+    model = model_of("llama")
+    loop = ServingLoop(model, memory="1MiB", max_running=2, overlap=True)
+    generation = loop.submit(prompt_of(9), max_new_tokens=5, **GREEDY)
+    loop.step()
+    acts = (loop.step, loop.close, lambda: loop.cancel(generation), lambda: loop.submit(prompt_of(3)))
+    with ThreadPoolExecutor(1) as thread:
+        for act in acts:
+            with pytest.raises(ThreadError):
+                thread.submit(act).result()
+    run(loop)
+    assert generation.finish_reason == "length"
+    loop.close()
+    assert loop.pool.closed
 
 
 def test_a_pool_that_is_closed_takes_its_generations_with_it() -> None:

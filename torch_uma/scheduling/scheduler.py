@@ -297,11 +297,12 @@ class Scheduler:
         """Take back the last round, as its forwards did not all succeed: nobody has got a token from it.
 
         Whoever was to get one is dropped and recomputed, as is whose state was left half written. The round counts as
-        completed. SequenceError for another round.
+        completed. Nothing happens to an empty round; SequenceError for another one.
         """
         self.pool.guard.enter()
-        if round:
-            self._check_own(round.forwards[0].requests[0])
+        if not round:
+            return
+        self._check_own(round.forwards[0].requests[0])
         if round.number != self._clock.round or round.number in (self._completed, *self._abandoned):
             raise SequenceError(f"round {round.number} is not the last one, {self._clock.round}, or it is completed")
         torn = self.pool.sequences.torn

@@ -76,6 +76,9 @@ def generate_batch(
     Raises what ServingLoop and its `submit` raise, with the prompt's place in `inputs`, before anything is run, and
     what a generation or a step raises. Memory is given back in any case.
     """
+    for name, of_each in {"seed": "seeds", "priority": "priorities"}.items():
+        if name in overrides:
+            raise SequenceError(f"a batch has no {name}=; give {of_each}=, one for each prompt")
     prompts = prompts_of(inputs, getattr(getattr(model, "generation_config", None), "pad_token_id", None))
     config_of = _each(
         generation_config, len(prompts), "generation_config", shared=isinstance(generation_config, GenerationConfig)
@@ -180,7 +183,8 @@ def _of_one_answer(
 
 def _seeds(seeds: Iterable[int | None] | int | None, num_answers: list[int]) -> list[list[int | None]]:
     """The seeds of the answers to each prompt."""
-    if isinstance(seeds, int):
+    if seeds is not None and not isinstance(seeds, Iterable):
+        seeds = whole(seeds, "seeds of a batch", least=-(1 << 63), error=SequenceError)
         ends = list(accumulate(num_answers))
         return [[seeds + place for place in range(end - count, end)] for end, count in zip(ends, num_answers)]
     given = _each(seeds, len(num_answers), "seeds")

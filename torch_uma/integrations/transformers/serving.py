@@ -171,6 +171,8 @@ class ServingLoop:
         generator = None
         if seed is not None:
             seed = whole(seed, "the seed of a generation", least=-(1 << 63), error=SequenceError)
+            if seed >= 1 << 64:
+                raise SequenceError(f"the seed of a generation is below 2**64, not {seed}")
             generator = torch.Generator(device).manual_seed(seed)
         made = Generation(prompt, sampling, stopping, generator=generator, with_logprobs=logprobs, tag=tag)
         made._request = self._scheduler.submit(len(prompt), stopping.max_new_tokens, priority=priority, tag=made)
