@@ -10,8 +10,8 @@ import torch
 from pools import layer, make_pool
 
 from torch_uma import CachePool, Full, Sequence
-from torch_uma.integrations.transformers.generation import Generation
-from torch_uma.integrations.transformers.last_tokens import LastTokens
+from torch_uma.integrations.transformers.serving.generation import Generation
+from torch_uma.integrations.transformers.serving.last_tokens import LastTokens
 from torch_uma.scheduling import Forward
 
 

@@ -13,7 +13,7 @@ from models import build
 from transformers import GenerationConfig, TextStreamer, WatermarkingConfig
 
 from torch_uma.errors import PlanError
-from torch_uma.integrations.transformers.options import resolve
+from torch_uma.integrations.transformers.serving.options import resolve
 
 MODEL = build("llama")
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, TemperatureLogitsWarper
 
 from torch_uma.errors import ProcessorError, SequenceError
-from torch_uma.integrations.transformers.options import resolve
-from torch_uma.integrations.transformers.sampling import choose
+from torch_uma.integrations.transformers.serving.options import resolve
+from torch_uma.integrations.transformers.serving.sampling import choose
 
 MODEL = build("llama")
 

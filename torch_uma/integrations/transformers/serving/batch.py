@@ -18,10 +18,10 @@ from transformers.utils import logging
 
 from torch_uma.counts import whole
 from torch_uma.errors import SequenceError, TorchUmaError
-from torch_uma.integrations.transformers.generation import Event, Generation
-from torch_uma.integrations.transformers.options import check_config
-from torch_uma.integrations.transformers.prompts import prompts_of
-from torch_uma.integrations.transformers.serving import ServingLoop
+from torch_uma.integrations.transformers.serving.generation import Event, Generation
+from torch_uma.integrations.transformers.serving.loop import ServingLoop
+from torch_uma.integrations.transformers.serving.options import check_config
+from torch_uma.integrations.transformers.serving.prompts import prompts_of
 
 if TYPE_CHECKING:
     from torch_uma.pool import CachePool

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from torch import Generator
 
-from torch_uma.integrations.transformers.sampling import Sampling
-from torch_uma.integrations.transformers.stopping import Stopping
+from torch_uma.integrations.transformers.serving.sampling import Sampling
+from torch_uma.integrations.transformers.serving.stopping import Stopping
 
 if TYPE_CHECKING:
     from torch_uma.scheduling import Request

@@ -18,14 +18,14 @@ from transformers import GenerationConfig
 
 from torch_uma.counts import whole
 from torch_uma.errors import ClosedError, PlanError, SequenceError, TorchUmaError
-from torch_uma.integrations.transformers.compiled import CompiledDecode, most_fillers
-from torch_uma.integrations.transformers.forwards import Forwards
-from torch_uma.integrations.transformers.generation import Event, FinishReason, Generation
-from torch_uma.integrations.transformers.last_tokens import LastTokens
-from torch_uma.integrations.transformers.launched import Launched
-from torch_uma.integrations.transformers.options import resolve
-from torch_uma.integrations.transformers.prompts import token_ids
-from torch_uma.integrations.transformers.traits import check_compiles, traits_of
+from torch_uma.integrations.transformers.serving.compiled import CompiledDecode, most_fillers
+from torch_uma.integrations.transformers.serving.forwards import Forwards
+from torch_uma.integrations.transformers.serving.generation import Event, FinishReason, Generation
+from torch_uma.integrations.transformers.serving.last_tokens import LastTokens
+from torch_uma.integrations.transformers.serving.launched import Launched
+from torch_uma.integrations.transformers.serving.options import resolve
+from torch_uma.integrations.transformers.serving.prompts import token_ids
+from torch_uma.integrations.transformers.serving.traits import check_compiles, traits_of
 from torch_uma.pool import CachePool
 from torch_uma.scheduling import Forward, Scheduler
 

@@ -11,9 +11,9 @@ import torch
 from torch import Generator, Tensor
 
 from torch_uma.errors import ProcessorError
-from torch_uma.integrations.transformers.generation import Generation
-from torch_uma.integrations.transformers.last_tokens import LastTokens
-from torch_uma.integrations.transformers.sampling import Text, choose
+from torch_uma.integrations.transformers.serving.generation import Generation
+from torch_uma.integrations.transformers.serving.last_tokens import LastTokens
+from torch_uma.integrations.transformers.serving.sampling import Text, choose
 from torch_uma.tables import Int64Array
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from transformers import (
 )
 
 from torch_uma.errors import PlanError
-from torch_uma.integrations.transformers.sampling import Sampling, sampling_of
-from torch_uma.integrations.transformers.stopping import Stopping, StopStrings, stop_strings
+from torch_uma.integrations.transformers.serving.sampling import Sampling, sampling_of
+from torch_uma.integrations.transformers.serving.stopping import Stopping, StopStrings, stop_strings
 from torch_uma.integrations.transformers.versions import prepared_generation
 
 _ALONE = "call model.generate() for it"

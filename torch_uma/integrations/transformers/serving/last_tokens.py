@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torch_uma.arena import staged
 from torch_uma.batch import Batch
-from torch_uma.integrations.transformers.generation import Generation
+from torch_uma.integrations.transformers.serving.generation import Generation
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Ordered

@@ -16,8 +16,8 @@ from torch_uma.integrations.transformers.attention import NAME, is_used
 from torch_uma.integrations.transformers.made_for import check_made_for, config_of
 from torch_uma.integrations.transformers.origin import text_config_of
 from torch_uma.integrations.transformers.prompt import REFERENCE
+from torch_uma.integrations.transformers.serving.trial import try_together
 from torch_uma.integrations.transformers.stores import parts_of_memory
-from torch_uma.integrations.transformers.trial import try_together
 from torch_uma.integrations.transformers.versions import cache_argument
 from torch_uma.layout import Chunk, State
 
