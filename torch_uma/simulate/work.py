@@ -1,8 +1,9 @@
 """What a model's forward costs: floating-point operations and bytes, as a roofline counts them.
 
-Owns the arithmetic, for any model whose shapes are known. Nothing here is fitted to a measurement. Attention reads the
-keys and values of each sequence once a forward, and reads and writes its states once; weights are read once a forward,
-of experts those that some token is expected to choose.
+Owns the arithmetic, for any model whose shapes are known. Nothing here is fitted to a measurement. Products with
+weights, attention of each kind and states follow one another, each at its own bound. Attention reads the keys and
+values of each sequence once a forward, and reads and writes its states once; weights are read once a forward, of
+experts those that some token is expected to choose.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class Work:
         head_flops: of a token whose logits are wanted.
         state_bytes: of the recurrent states of a sequence.
         attention: by kind.
+        num_launches: kernels of a forward, for what the least time of each adds up to.
     """
 
     weight_bytes: float
@@ -51,19 +53,21 @@ class Work:
     head_flops: float
     state_bytes: float = 0.0
     attention: tuple[Attention, ...] = ()
+    num_launches: int = 0
 
     def seconds(self, forward: Forward, device: Device) -> float:
-        """How long a forward takes on a device, at whichever bound is the slower."""
+        """How long a forward takes on a device, every part of it at whichever bound is the slower."""
         new: Int64Array = np.broadcast_to(np.asarray(forward.num_new_tokens, np.int64), forward.starts.shape)
         past, num_rows, num_tokens = forward.starts, len(new), int(new.sum())
         flops = num_tokens * self.token_flops + int(np.count_nonzero(forward.samples)) * self.head_flops
-        num_bytes = self.weight_bytes + self._expert_bytes(num_tokens) + 2 * num_rows * self.state_bytes
+        seconds = device.bound_s(flops, self.weight_bytes + self._expert_bytes(num_tokens))
+        seconds += device.bound_s(0, 2 * num_rows * self.state_bytes)
         for kind in self.attention:
             pairs = _num_pairs(past, new, kind.window)
             keys = past + new if kind.window is None else np.minimum(past, kind.window - 1) + new
-            flops += kind.num_layers * kind.pair_flops * pairs
-            num_bytes += kind.num_layers * kind.token_bytes * (int(keys.sum()) + num_tokens)
-        return max(flops / device.flops_per_s, num_bytes / device.bytes_per_s) + device.forward_s
+            num_bytes = kind.token_bytes * (int(keys.sum()) + num_tokens)
+            seconds += kind.num_layers * device.bound_s(kind.pair_flops * pairs, num_bytes)
+        return seconds + self.num_launches * device.launch_s + device.forward_s
 
     def _expert_bytes(self, num_tokens: int) -> float:
         """Of the experts that `num_tokens` tokens choose, if each is as likely to be chosen as any other."""

@@ -1,0 +1,151 @@
+"""A published workload served on the clock of torch_uma.simulate, and inputs inferred from what was published of it."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+from workloads_h200 import (
+    H200,
+    HEADROOM_STEPS,
+    PAGE_SIZE,
+    STATE_SLOTS,
+    STATE_TO_REST,
+    STEP_TOKENS,
+    WINDOW_TO_FULL,
+    Workload,
+)
+
+from torch_uma.plan import Plan, plan
+from torch_uma.scheduling import Round, Scheduler
+from torch_uma.simulate import Arrival, Report, Work, replay
+from torch_uma.simulate.splits import default_split
+
+NEAR = 0.01  # as good as the number that something is inferred from
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """How a workload is served: in how much memory, in pools or not, and what else a run may vary."""
+
+    budget_bytes: float
+    is_split: bool = False
+    window_to_full: float = WINDOW_TO_FULL
+    slots: int = STATE_SLOTS
+    dtype: torch.dtype = torch.float32
+    headroom_steps: int = HEADROOM_STEPS
+
+    def split(self, planned: Plan) -> dict[str, float] | None:
+        """Of the pools, if it is pools."""
+        if not self.is_split:
+            return None
+        return default_split(planned, state_to_rest=STATE_TO_REST, window_to_full=self.window_to_full)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """What came of it; `running` is the median over rounds."""
+
+    report: Report
+    running: float
+
+
+class Clients(Sequence[Arrival]):
+    """The requests of clients who each wait for an answer and ask again: when one arrives is known once it has to be.
+
+    The clock is that of the replay, but for the bytes that are moved, which cost milliseconds.
+    """
+
+    def __init__(self, workload: Workload, work: Work) -> None:
+        self._workload = workload
+        self._work = work
+        self._scheduler: Scheduler | None = None
+        self._now_s = 0.0
+        self._answered_s: list[float] = []
+
+    def see(self, scheduler: Scheduler, round: Round) -> None:
+        """A round is decided: it will take as long as its forwards do."""
+        self._scheduler = scheduler
+        self._now_s += sum(self._work.seconds(forward, H200) for forward in round.forwards)
+
+    def __len__(self) -> int:
+        return self._workload.num_requests
+
+    def __getitem__(self, number: Any) -> Any:
+        if number >= len(self):
+            raise IndexError(number)
+        if self._scheduler is not None:
+            num_answered = self._scheduler.stats().finished
+            self._answered_s += [self._now_s] * (num_answered - len(self._answered_s))
+        before = number - self._workload.num_clients  # whose answer this one waits for
+        at_s = 0.0 if before < 0 else self._answered_s[before] if before < len(self._answered_s) else math.inf
+        prompt, new = self._workload.num_prompt_tokens, self._workload.num_new_tokens
+        return Arrival(at_s=at_s, num_prompt_tokens=prompt, num_new_tokens=new)
+
+
+@cache
+def serve(workload: Workload, setting: Setting) -> Served:
+    """Serve a workload on the clock of the named device."""
+    layers = workload.model.layers(setting.slots, setting.dtype)
+    planned = plan(layers, memory=int(setting.budget_bytes), page_size=PAGE_SIZE)
+    work = workload.model.work(setting.dtype)
+    clients = Clients(workload, work)
+    report = replay(
+        planned,
+        clients,
+        work=work,
+        device=H200,
+        split=setting.split(planned),
+        max_running=workload.num_clients,
+        on_round=clients.see,
+        step_tokens=STEP_TOKENS,
+        headroom_steps=setting.headroom_steps,
+    )
+    return Served(report=report, running=statistics.median(count for _, count in report.running))
+
+
+def infer_budget_bytes(workload: Workload, num_running: float, *, num_tries: int) -> float:
+    """The memory in which pools run so many requests of a workload at once, with tokens for full attention scarce.
+
+    A first value is that in which so many requests of mean length fit; each try serves the workload and corrects it,
+    until it is near.
+    """
+    budget_bytes = num_running * workload.mean_tokens / full_tokens_per_byte(workload)
+    for _ in range(num_tries):
+        served = serve(workload, Setting(budget_bytes=budget_bytes, is_split=True))
+        if abs(served.running / num_running - 1) <= NEAR:
+            break
+        budget_bytes *= num_running / served.running
+    return budget_bytes
+
+
+def infer_lengths(workload: Workload, num_running: float, budget_bytes: float, *, num_tries: int) -> Workload:
+    """The workload with lengths, in their proportion, of which pools run so many at once in this memory."""
+    scale = budget_bytes * full_tokens_per_byte(workload) / (num_running * workload.mean_tokens)
+    for _ in range(num_tries):
+        served = serve(_stretched(workload, scale), Setting(budget_bytes=budget_bytes, is_split=True))
+        if abs(served.running / num_running - 1) <= NEAR:
+            break
+        scale *= served.running / num_running
+    return _stretched(workload, scale)
+
+
+def _stretched(workload: Workload, scale: float) -> Workload:
+    return replace(
+        workload,
+        num_prompt_tokens=round(workload.num_prompt_tokens * scale),
+        num_new_tokens=round(workload.num_new_tokens * scale),
+    )
+
+
+def full_tokens_per_byte(workload: Workload) -> float:
+    """Tokens for full attention that the pools have, for each byte of memory."""
+    planned = plan(workload.model.layers(1, torch.float32), memory="64GiB", page_size=PAGE_SIZE)
+    shares = default_split(planned, state_to_rest=STATE_TO_REST, window_to_full=WINDOW_TO_FULL)
+    full = next(subpool for subpool in planned.subpools if subpool.name == "full")
+    return shares["full"] / full.bytes_per_token
