@@ -6,14 +6,14 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 import torch_uma
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
 from first_come import ExactFit, first_come
-from geometries import gpt_oss_20b, qwen3_5_4b
+from geometries import GEOMETRIES
+from traces import EXACT, MODELS, bound, workloads
 
 
 def test_a_sequence_holds_its_states_its_windows_and_all_of_its_tokens() -> None:
@@ -38,25 +38,11 @@ def test_a_prompt_is_run_in_chunks_of_what_decoding_leaves() -> None:
     assert (served.num_rounds, served.preemptions, served.mean_running) == (4, 0, 7 / 4)
 
 
-@pytest.mark.parametrize(
-    "layers, lengths, num_requests, mean_running, preemptions, num_rounds",
-    [
-        (gpt_oss_20b(), (512, 128), 512, 281.4, 48, 233),
-        (gpt_oss_20b(), (16384, 1024), 128, 18.2, 11, 7205),
-        (qwen3_5_4b(), (512, 128), 512, 102.1, 27, 642),
-        (qwen3_5_4b(torch.bfloat16), (512, 128), 512, 166.8, 29, 393),
-    ],
-    ids=["gpt-oss", "gpt-oss long", "qwen3.5", "qwen3.5 bf16"],
-)
-def test_published_figures(
-    layers: tuple[torch_uma.Layer, ...],
-    lengths: tuple[int, int],
-    num_requests: int,
-    mean_running: float,
-    preemptions: int,
-    num_rounds: int,
-) -> None:
-    plan = torch_uma.plan(layers, memory="8GiB")
-    served = first_come(ExactFit.of(plan), plan.arena_bytes, [lengths] * num_requests, max_running=1024)
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("place", [0, 3], ids=["512+128", "16384+1024"])
+def test_published_figures(name: str, place: int) -> None:
+    workload = workloads(None)[place]
+    served = bound(torch_uma.plan(GEOMETRIES[name](), memory="8GiB"), workload, 1)
+    mean_running, preemptions, num_rounds = EXACT[workload.name][MODELS.index(name)]
     assert served.mean_running == pytest.approx(mean_running, abs=0.05)
     assert (served.preemptions, served.num_rounds) == (preemptions, num_rounds)
