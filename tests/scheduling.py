@@ -97,6 +97,7 @@ class Loop:
         round = self.scheduler.schedule()
         self.rounds.append(round)
         if self.is_checked:
+            assert self.scheduler.num_running == len(self.scheduler.running)
             self._check_round(round)
         sampled = [request for forward in round.forwards for request in self._launch(forward)]
         if round:
@@ -105,6 +106,7 @@ class Loop:
             self._complete()
         if self.is_checked:
             self.pool.check()
+            assert self.scheduler.num_running == len(self.scheduler.running)
         return round
 
     def run(self, max_rounds: int) -> int:

@@ -136,6 +136,11 @@ def test_the_readme_makes_a_pool_without_a_model_library():
     assert [subpool.name for subpool in pool.plan.subpools] == ["state", "window_128", "full"]
 
 
+def test_the_simulation_of_its_page_runs(capsys):
+    report = run_block("docs/simulate.md", config=build("gpt_oss").config, memory="4MiB")["report"]
+    assert report.num_completed == 100 and capsys.readouterr().out.startswith(f"{report.new_tokens_per_s} ")
+
+
 @pytest.mark.parametrize("name", BUILDERS)
 def test_what_the_serving_page_does_with_a_list_of_prompts(name, capsys):
     model, words = build(name, attention="eager"), tokenizer()

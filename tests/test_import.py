@@ -36,6 +36,14 @@ def test_every_public_name_resolves():
         assert getattr(torch_uma, name) is not None
 
 
+def test_what_costs_time_is_imported_when_it_is_asked_for():
+    code = (
+        "import sys, torch_uma; assert not {'torch_uma.simulate', 'torch_uma.testing'} & set(sys.modules); "
+        "torch_uma.simulate.read_trace, torch_uma.testing.scramble; assert 'transformers' not in sys.modules"
+    )
+    in_new_interpreter("-c", code)
+
+
 def test_plan_is_the_function_whatever_is_imported_in_which_order():
     code = (
         "import torch_uma.plan, torch_uma; from torch_uma import plan; assert plan is torch_uma.plan and callable(plan)"

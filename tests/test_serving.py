@@ -15,6 +15,7 @@ from transformers.generation.stopping_criteria import StoppingCriteria
 
 import torch_uma
 from torch_uma import CachePool, ClosedError, OutOfMemory, PlanError, SequenceError, ServingLoop, ThreadError
+from torch_uma.scheduling import Costs
 
 torch.set_num_threads(1)
 
@@ -476,6 +477,14 @@ def test_the_pace_of_prompts_is_told_to_the_scheduler() -> None:
         run(loop)
         assert loop.scheduler.costs.token_s != before.token_s
         assert loop.scheduler.costs.copy_bytes_per_s == before.copy_bytes_per_s
+
+
+def test_costs_that_are_given_are_kept() -> None:
+    given = Costs(token_s=3.0, copy_bytes_per_s=1e6)
+    with ServingLoop(model_of("llama"), memory="1MiB", max_running=4, costs=given) as loop:
+        submit_all(loop)
+        run(loop)
+        assert loop.scheduler.costs == given
 
 
 @pytest.fixture

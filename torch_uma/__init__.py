@@ -28,7 +28,7 @@ from torch_uma.sequence import Sequence
 from torch_uma.stats import Stats
 
 if TYPE_CHECKING:
-    from torch_uma import testing
+    from torch_uma import simulate, testing
     from torch_uma.integrations.transformers import (
         Event,
         Generation,
@@ -73,6 +73,7 @@ __all__ = [
     "Window",
     "generate_batch",
     "plan",
+    "simulate",
     "speculate",
     "testing",
 ]
@@ -80,8 +81,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import what costs time, or another library, when it is first asked for."""
-    if name == "testing":
-        return importlib.import_module("torch_uma.testing")
+    if name in ("simulate", "testing"):
+        return importlib.import_module(f"torch_uma.{name}")
     if name in ("Event", "Generation", "ServingLoop", "UnifiedCache", "generate_batch", "speculate"):
         return getattr(importlib.import_module("torch_uma.integrations.transformers"), name)
     raise AttributeError(f"module 'torch_uma' has no attribute {name!r}")

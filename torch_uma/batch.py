@@ -111,7 +111,7 @@ class Rows:
     def _steps_worth_a_move(self) -> float:
         books = self._pool.sequences
         num_rows = len(self.numbers)
-        if not books.lifespans.states or num_rows == 1 or books.allocator.mover is None:
+        if not books.lifespans.states or num_rows == 1:
             return math.inf
         grid = books.allocator.bands[books.lifespans.states[0]].grid
         copied_bytes = 2 * num_rows * grid.page_bytes  # there and back

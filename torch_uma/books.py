@@ -174,8 +174,8 @@ class Sequences:
 
     def add_many(self, num_tokens: list[int]) -> list[int]:
         """Take a row for each of these numbers of tokens, all or none, with one reservation."""
-        if not num_tokens:
-            return []
+        if len(num_tokens) <= 1:
+            return [self.add(tokens) for tokens in num_tokens]
         self._need_rows(len(num_tokens))
         self.settle()
         rooms = [self._room(tokens) for tokens in num_tokens]

@@ -6,6 +6,8 @@ and as a chunk, that no sequence outgrows, and so does a state, whose one page i
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import numpy as np
 import numpy.typing as npt
 
@@ -17,9 +19,15 @@ Int64Array = npt.NDArray[np.int64]
 NEVER = 1 << 40
 """A length that no sequence reaches."""
 
+EVERY = (slice(None), None)
+
+Indexes: TypeAlias = Int64Array | tuple[slice, None]
+
 
 class Lifespans:
     """Page arithmetic of a plan; `k` is an array of sub-pool indexes that broadcasts against the other argument.
+
+    It may be `EVERY`, too, for every sub-pool in a row of its own.
 
     Attributes:
         page_tokens: [sub-pools] int64; `NEVER` for a state, whose page holds any number of tokens.
@@ -42,10 +50,11 @@ class Lifespans:
         self.states = tuple(s.index for s in subpools if s.is_state)
         self.full = tuple(k for k in self.paged if self.window[k] == NEVER and self.chunk[k] == NEVER)
         self.windows = tuple(k for k in self.paged if self.window[k] < NEVER)
+        self._has_chunks = bool((self.chunk < NEVER).any())
         # So few new tokens take at most one page more and never leave a gap in front of it.
         self.step_tokens = max(1, min((int(self.page_tokens[k]) for k in self.paged), default=NEVER) - 1)
 
-    def num_pages(self, k: Int64Array, lengths: Int64Array) -> Int64Array:
+    def num_pages(self, k: Indexes, lengths: Int64Array) -> Int64Array:
         """Columns that `lengths` tokens reach over, dead ones included."""
         num_pages: Int64Array = -(-lengths // self.page_tokens[k])
         return num_pages
@@ -55,9 +64,10 @@ class Lifespans:
         page_tokens = int(self.page_tokens[k])
         return (int(self.window[k]) + page_tokens - 2) // page_tokens + 1
 
-    def first_needed_page(self, k: Int64Array, lengths: Int64Array) -> Int64Array:
+    def first_needed_page(self, k: Indexes, lengths: Int64Array) -> Int64Array:
         """First column that a query at position `lengths` reads."""
-        needed = np.maximum(lengths + 1 - self.window[k], lengths - lengths % self.chunk[k])
+        needed = lengths + 1 - self.window[k]
+        needed = np.maximum(needed, lengths - lengths % self.chunk[k] if self._has_chunks else 0)
         pages: Int64Array = needed // self.page_tokens[k]
         return pages
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from torch_uma.allocator import Allocator
 from torch_uma.books import Sequences
-from torch_uma.demands import pages_alone
+from torch_uma.demands import may_stay, pages_alone
 from torch_uma.errors import SequenceError
 from torch_uma.refusal import out_of_memory
 from torch_uma.scheduling.costs import Costs
@@ -55,6 +55,9 @@ class Decision(NamedTuple):
     num_preempted: int
 
 
+_GO_ON = Decision((), (), (), (), (), 0)
+
+
 class Standing(NamedTuple):
     """How things stand before a round.
 
@@ -76,10 +79,19 @@ def decide(standing: Standing, outlook: Outlook, limits: Limits, costs: Costs) -
 
     SequenceError if it is the rows that they hold.
     """
+    if _can_just_go_on(standing, outlook, limits):
+        return _GO_ON
     draft = _Draft(standing, outlook, limits, costs)
     draft.go_on()
     draft.let_in()
     return draft.decision()
+
+
+def _can_just_go_on(standing: Standing, outlook: Outlook, limits: Limits) -> bool:
+    """Whether there are only those who decode, for whom there is room however it comes: then nobody is looked at."""
+    if standing.prompts or standing.waiting or may_stay(standing.books):
+        return False
+    return standing.allocator.fits(outlook.most_growth(len(standing.decoding), 1 + limits.num_reserved))
 
 
 class _Draft:

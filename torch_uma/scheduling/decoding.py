@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torch_uma.errors import SequenceError
+from torch_uma.lifespans import NEVER
 from torch_uma.scheduling.order import slot_order
 from torch_uma.scheduling.request import Clock, Request
 from torch_uma.scheduling.round import Forward
@@ -30,6 +31,7 @@ class Decoding:
         requests: in the order of the batch.
         rows: [n] int64, their rows in the pool's tables.
         last_rounds: [n] int64, the round that gives each its last token.
+        first_end: the least of these; no round if nobody decodes.
         priorities: [n] int64, as submitted.
     """
 
@@ -42,9 +44,16 @@ class Decoding:
         self.requests: tuple[Request, ...] = ()
         self.rows: Int64Array = np.zeros(0, np.int64)
         self.last_rounds = self.priorities = self._ahead = self.rows
+        self.first_end = NEVER
+        self._samples = np.zeros(0, np.bool_)
 
     def __len__(self) -> int:
         return len(self.requests)
+
+    @property
+    def num_staying(self) -> int:
+        """How many there are without those who leave, and with those who join."""
+        return len(self.requests) + len(self._joining) - len(self._leaving)
 
     def join(self, requests: Iterable[Request]) -> None:
         """From the next `settle` on, these are in it; all have a sequence."""
@@ -81,6 +90,8 @@ class Decoding:
             self.requests = itemgetter(*order.tolist())(self.requests)
             self._select(order)
         self._batch = None
+        self.first_end = int(self.last_rounds.min(initial=NEVER))
+        self._samples = np.ones(len(self.rows), np.bool_)
 
     def _select(self, chosen: npt.NDArray[Any]) -> None:
         self.rows, self.last_rounds = self.rows[chosen], self.last_rounds[chosen]
@@ -103,13 +114,13 @@ class Decoding:
         if not is_even or (starts == starts[0]).all():
             if self._batch is None:
                 self._batch = self._pool.batch([request.sequence for request in self.requests if request.sequence])
-            return [_forward(self.requests, self._batch, starts)]
+            return [_forward(self.requests, self._batch, starts, self._samples)]
         made = []
         for start in np.unique(starts).tolist():
             chosen = np.flatnonzero(starts == start)
             requests = tuple(self.requests[place] for place in chosen.tolist())
             batch = self._pool.batch([request.sequence for request in requests if request.sequence])
-            made.append(_forward(requests, batch, starts[chosen]))
+            made.append(_forward(requests, batch, starts[chosen], self._samples[chosen]))
         return made
 
 
@@ -118,13 +129,15 @@ def _row(request: Request) -> int:
     return request.sequence.row
 
 
-def _forward(requests: tuple[Request, ...], batch: Batch, starts: Int64Array) -> Forward:
+def _forward(
+    requests: tuple[Request, ...], batch: Batch, starts: Int64Array, samples: npt.NDArray[np.bool_]
+) -> Forward:
     assert len(batch) == len(requests)
     return Forward(
         requests=requests,
         batch=batch,
         num_new_tokens=1,
         starts=starts,
-        samples=np.ones(len(requests), np.bool_),
+        samples=samples,
         is_decode=True,
     )

@@ -12,7 +12,7 @@ import numpy as np
 
 from torch_uma.books import Sequences
 from torch_uma.demands import may_stay, pages_ahead, pages_alone, released_by_step, step_pages
-from torch_uma.lifespans import Lifespans
+from torch_uma.lifespans import EVERY, NEVER, Lifespans
 from torch_uma.plan import Plan
 from torch_uma.tables import Int64Array
 
@@ -27,14 +27,18 @@ class Outlook:
         self.steps = np.array(steps, np.int64)
         self._plan = plan
         self._lifespans = lifespans
-        self._every = np.arange(lifespans.num_subpools)[:, None]
+        self._page_tokens: list[int] = lifespans.page_tokens.tolist()
         # Whoever waits is asked about in every round.
         self._fresh = lru_cache(maxsize=256)(self._share_of_fresh)
         self._restored = lru_cache(maxsize=256)(self._share_of_restored)
 
     def none(self) -> Int64Array:
         """The share of nobody."""
-        return np.zeros((1 + len(self.steps), len(self._every)), np.int64)
+        return np.zeros((1 + len(self.steps), self._lifespans.num_subpools), np.int64)
+
+    def most_growth(self, num_rows: int, num_steps: int) -> list[int]:
+        """Pages by sub-pool that rows which share none may take in so many decode steps, and no more in any case."""
+        return [0 if tokens == NEVER else num_rows * -(-num_steps // tokens) for tokens in self._page_tokens]
 
     def decoding(self, books: Sequences, rows: Int64Array, left: Int64Array) -> Int64Array:
         """[1 + steps, sub-pools, n] shares of rows that decode, and will for `left` [n] more tokens, at least 1."""
@@ -46,8 +50,8 @@ class Outlook:
             return chosen
         first, end = books.first.take(rows, axis=1), books.end.take(rows, axis=1)
         new = books.length.take(rows) + np.minimum(self.steps[:, None], left)  # [steps, n]
-        pages = np.maximum(end, self._lifespans.num_pages(self._every, new[:, None]))
-        pages -= self._lifespans.first_needed_page(self._every, new[:, None] - 1)
+        pages = np.maximum(end, self._lifespans.num_pages(EVERY, new[:, None]))
+        pages -= self._lifespans.first_needed_page(EVERY, new[:, None] - 1)
         shares = np.zeros((1 + len(self.steps), *end.shape), np.int64)
         np.subtract(pages, end - first, out=shares[1:])
         return shares
@@ -63,8 +67,8 @@ class Outlook:
             added = self._decoding_after(length, left)
             if may_stay(books):  # what others hold of the row, too, stays where the row lets go of it
                 staying = (books.end[:, row] - books.first[:, row]) - pages_alone(books, rows)[:, 0]
-                ends = self._lifespans.num_pages(self._every, length + np.clip(self.steps - 1, 0, left)).T
-                added = np.minimum(added + staying, ends - self._lifespans.num_pages(self._every, np.array([length])).T)
+                ends = self._lifespans.num_pages(EVERY, length + np.clip(self.steps - 1, 0, left)).T
+                added = np.minimum(added + staying, ends - self._lifespans.num_pages(EVERY, np.array([length])).T)
             share[1:] += added
         return share
 
@@ -111,11 +115,10 @@ class Outlook:
 
 def fullest(lifespans: Lifespans, past: Int64Array, new: Int64Array) -> Int64Array:
     """[sub-pools, n] pages that rows without room ahead hold while they go from `past` to `new` tokens, [n] each."""
-    every = np.arange(lifespans.num_subpools)[:, None]
-    past_end = lifespans.num_pages(every, past)
+    past_end = lifespans.num_pages(EVERY, past)
     # A single token has a place in its step even if it is dead then.
-    first_new = np.where(new - past == 1, past_end, np.maximum(past_end, lifespans.first_needed_page(every, new)))
-    pages: Int64Array = past_end - lifespans.first_needed_page(every, past)
-    pages += np.maximum(0, lifespans.num_pages(every, new) - first_new)
+    first_new = np.where(new - past == 1, past_end, np.maximum(past_end, lifespans.first_needed_page(EVERY, new)))
+    pages: Int64Array = past_end - lifespans.first_needed_page(EVERY, past)
+    pages += np.maximum(0, lifespans.num_pages(EVERY, new) - first_new)
     pages[list(lifespans.states)] = 1
     return pages

@@ -185,6 +185,12 @@ class Scheduler:
         requests = (*self._prompts, *self._through, *self._decoding.requests)
         return tuple(request for request in requests if request.state == "running" and request.sequence is not None)
 
+    @property
+    def num_running(self) -> int:
+        """How many are `running`, without a look at each."""
+        num_leaving = sum(request.sequence is not None for request in self._leaving)
+        return len(self._prompts) + len(self._through) + self._decoding.num_staying - num_leaving
+
     def __len__(self) -> int:
         """Requests that are neither finished nor cancelled."""
         return self._num_unfinished
@@ -339,15 +345,15 @@ class Scheduler:
 
     def _let_go_of_given(self) -> None:
         """Let go of those who have been given all of their tokens, though the last may not be known yet."""
-        given = self._decoding.last_rounds <= self._clock.round
-        if given.any():
-            for place in np.flatnonzero(given).tolist():
+        if self._decoding.first_end <= self._clock.round:
+            for place in np.flatnonzero(self._decoding.last_rounds <= self._clock.round).tolist():
                 request = self._decoding.requests[place]
                 request.hold()
                 self._let_go(request)
                 self._given.append(request)
             self._decoding.settle()
-        self._given = [request for request in self._given if not request.is_done]
+        if self._given:
+            self._given = [request for request in self._given if not request.is_done]
 
     def _let_go(self, request: Request) -> None:
         """Free what it holds, wherever it is."""
@@ -406,11 +412,12 @@ class Scheduler:
             request.decode()
             self._stats.host_bytes -= num_bytes
         self._decoding.join(decision.resumed)
-        sequences = self.pool.add_many(request.num_to_run for request in decision.admitted)
-        for request, sequence in zip(decision.admitted, sequences, strict=True):
-            self._waiting.take(request)
-            request.sequence, request.state = sequence, "running"
-            self._prompts.append(request)
+        if decision.admitted:
+            sequences = self.pool.add_many(request.num_to_run for request in decision.admitted)
+            for request, sequence in zip(decision.admitted, sequences, strict=True):
+                self._waiting.take(request)
+                request.sequence, request.state = sequence, "running"
+                self._prompts.append(request)
         self._decoding.settle()  # once nothing moves any more
         with_chunk = {request for request, _ in decision.chunks}
         for request in self._prompts:
@@ -438,9 +445,12 @@ class Scheduler:
 
     def _last_tokens(self) -> tuple[Request, ...]:
         """Those who get their last token in this round."""
-        places = np.flatnonzero(self._decoding.last_rounds == self._clock.round).tolist()
-        decoding = [self._decoding.requests[place] for place in places]
-        return (*(request for request in self._through if request.num_tokens == request.max_tokens), *decoding)
+        decoding = self._decoding
+        through = tuple(request for request in self._through if request.num_tokens == request.max_tokens)
+        if decoding.first_end > self._clock.round:
+            return through
+        places = np.flatnonzero(decoding.last_rounds == self._clock.round).tolist()
+        return (*through, *(decoding.requests[place] for place in places))
 
     def _prompt_forwards(self, chunks: tuple[Chunk, ...]) -> list[Forward]:
         """The forwards over pieces of prompts: equally long ones together, or all of them packed."""

@@ -11,13 +11,17 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+from torch_uma.counts import whole
 from torch_uma.errors import TorchUmaError, TraceError
 from torch_uma.plan import Plan, plan
+from torch_uma.simulate.advice import advice
 from torch_uma.simulate.device import DEVICES
 from torch_uma.simulate.replay import replay
 from torch_uma.simulate.report import Report
@@ -32,16 +36,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
-        reports = _reports(options)
+        _check_outputs(options)
+        config = _config(options)
+        planned = plan(
+            config, memory=options.memory, page_size=options.page_size, dtype=torch.bfloat16, kv_dtype=options.kv_dtype
+        )
+        reports = _reports(options, planned, _work(config))
+        print(table(reports))
+        for sentence in advice(reports, max_running=options.max_running, arena_bytes=planned.arena_bytes):
+            print(sentence)
+        if options.json:
+            options.json.write_text(json.dumps({name: asdict(report) for name, report in reports.items()}))
+        if options.plot:
+            plot(reports, options.plot)
     except (TorchUmaError, ValueError, OSError) as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
-    print(table(reports))
-    _advise(reports)
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump({name: asdict(report) for name, report in reports.items()}, file)
-    if options.plot:
-        plot(reports, options.plot)
     return 0
 
 
@@ -82,25 +91,32 @@ def _parser() -> argparse.ArgumentParser:
         help='compare with fixed pools: "default", "best" (found by search), or shares as {"full": 0.6, "state": 0.4}',
     )
     output = parser.add_argument_group("output")
-    output.add_argument("--json", help="write all of it here")
-    output.add_argument("--plot", help="draw the running requests over time here; needs matplotlib (the extra plots)")
+    output.add_argument("--json", type=Path, help="write all of it here")
+    output.add_argument(
+        "--plot", type=Path, help="draw the running requests over time here; needs matplotlib (the extra plots)"
+    )
     output.add_argument("--quiet", action="store_true", help="no progress bar")
     return parser
 
 
-def _reports(options: argparse.Namespace) -> dict[str, Report]:
-    config = _config(options)
+def _check_outputs(options: argparse.Namespace) -> None:
+    """Before anything is simulated."""
+    for path in (options.json, options.plot):
+        if path is not None and not path.parent.is_dir():
+            raise TraceError(f"there is no folder {path.parent} to write {path.name} into")
+    if options.plot is not None and find_spec("matplotlib") is None:
+        raise TraceError("--plot needs matplotlib; pip install torch-uma[plots], or leave it out")
+
+
+def _reports(options: argparse.Namespace, planned: Plan, work: Work) -> dict[str, Report]:
     arrivals = _arrivals(options)
-    planned = plan(
-        config, memory=options.memory, page_size=options.page_size, dtype=torch.bfloat16, kv_dtype=options.kv_dtype
-    )
-    work = _work(config)
 
     def run(name: str, split: Mapping[str, float] | None) -> Report:
         settings: dict[str, Any] = {
             "max_running": options.max_running,
             "step_tokens": options.step_tokens,
             "host_memory": options.host_memory if options.host_memory != "0" else 0,
+            "packed": not any(subpool.is_state for subpool in planned.subpools),  # as a ServingLoop does
         }
         if options.headroom_steps is not None:
             settings["headroom_steps"] = options.headroom_steps
@@ -132,7 +148,11 @@ def _split(asked: str, planned: Plan, run: Any) -> tuple[str, Mapping[str, float
     elif asked == "best":
         split, _ = best_split(planned, lambda shares: run("search", shares))
     else:
-        split = json.loads(asked)
+        try:
+            split = {str(name): float(share) for name, share in json.loads(asked).items()}
+        except (AttributeError, TypeError, ValueError):
+            names = ", ".join(f'"{subpool.name}": SHARE' for subpool in planned.subpools)
+            raise TraceError(f'--split {asked} is not "default", "best" or shares such as {{{names}}}') from None
     return f"{asked if asked in ('default', 'best') else 'split'} {_shares(split)}", split
 
 
@@ -141,6 +161,7 @@ def _shares(split: Mapping[str, float]) -> str:
 
 
 def _config(options: argparse.Namespace) -> Any:
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING, AutoConfig
 
     changes = {}
@@ -148,7 +169,10 @@ def _config(options: argparse.Namespace) -> Any:
         name, separator, value = change.partition("=")
         if not separator:
             raise TraceError(f"--set {change} is no NAME=VALUE")
-        changes[name] = json.loads(value)
+        try:
+            changes[name] = json.loads(value)
+        except json.JSONDecodeError:
+            changes[name] = value
     if options.config in CONFIG_MAPPING:
         config = CONFIG_MAPPING[options.config]()
     else:
@@ -162,19 +186,30 @@ def _config(options: argparse.Namespace) -> Any:
     kept = text.to_dict()
     if "num_hidden_layers" in changes:
         kept.pop("layer_types", None)  # the model's own pattern, for as many
-    return type(text).from_dict({**kept, **changes})
+    try:
+        return type(text).from_dict({**kept, **changes})
+    except StrictDataclassError as error:
+        raise TraceError(f"the config of {text.model_type} cannot be set so: {error}") from error
 
 
 def _arrivals(options: argparse.Namespace) -> list[Arrival]:
+    if options.limit is not None:
+        whole(options.limit, "--limit", least=1, error=TraceError)
     if options.trace is not None:
         arrivals = read_trace(options.trace, limit=options.limit)
     else:
         try:
             count, prompt, new, spread = (float(part) for part in options.made.split(","))
-        except ValueError:
+            num_requests = int(count)
+        except (ValueError, OverflowError):
             raise TraceError(f"--made {options.made} is not four numbers, N,PROMPT,NEW,SPREAD") from None
         arrivals = generate_trace(
-            int(count), prompt_tokens=prompt, new_tokens=new, spread=spread, rate_per_s=options.rate, seed=options.seed
+            num_requests,
+            prompt_tokens=prompt,
+            new_tokens=new,
+            spread=spread,
+            rate_per_s=options.rate,
+            seed=options.seed,
         )[: options.limit]
     if options.rate is not None and options.trace is not None:
         made = generate_trace(len(arrivals), prompt_tokens=1, new_tokens=1, rate_per_s=options.rate, seed=options.seed)
@@ -186,15 +221,6 @@ def _work(config: Any) -> Work:
     from torch_uma.integrations.transformers.counting import work_of
 
     return work_of(config)
-
-
-def _advise(reports: Mapping[str, Report]) -> None:
-    arena = reports["arena"]
-    for name, report in reports.items():
-        if name != "arena" and report.new_tokens_per_s:
-            gain = arena.new_tokens_per_s / report.new_tokens_per_s - 1
-            running = arena.time_mean_running / max(report.time_mean_running, 1e-12) - 1
-            print(f"one arena against {name}: {gain:+.1%} new tokens a second, {running:+.1%} running")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from torch_uma.pool import CachePool
@@ -26,31 +28,37 @@ class Recorder:
         self.num_refused = 0
         self._num_completed = self._num_new_tokens = 0
         self._bands = pool.allocator.bands
-        self._page_bytes = np.array([band.grid.page_bytes for band in self._bands], np.int64)
         self._is_split = is_split
         self._moved_bytes = self._host_bytes = 0
         self._came_s: dict[Request, float] = {}
         self._first_s: list[float] = []
-        self._round_ends_s: list[float] = [0.0]
+        self._ended_s: list[float] = [0.0]  # by number of the round
         self._gaps: list[tuple[float, int]] = []  # seconds between two tokens of a request, and of how many
         self._running: list[int] = []
-        self._noted_s: list[float] = []
-        self._lasted_s: list[float] = []
-        self._began_s = 0.0
-        self._used_byte_s = np.zeros(len(self._bands))
+        self._live_pages: list[list[int]] = []
+        self._began_s: list[float] = []
 
     @property
     def num_done(self) -> int:
         """Requests that are finished or refused."""
         return self._num_completed + self.num_refused
 
-    def begin(self, now_s: float) -> None:
-        """A round begins."""
-        self._began_s = now_s
-
     def come(self, request: Request, at_s: float) -> None:
         """A request came in."""
         self._came_s[request] = at_s
+
+    def begin(self, round: Round, now_s: float) -> int:
+        """A round is decided, and its forwards begin; returns the bytes that went to the host and back for it."""
+        self._began_s.append(now_s)
+        self._running.append(self._scheduler.num_running)
+        if not round.resumed and not round.offloaded:
+            return 0
+        num_bytes = sum(request.offloaded.num_bytes for request in round.offloaded if request.offloaded is not None)
+        for request in round.resumed:
+            assert request.sequence is not None
+            num_bytes += self._pool.plan.bytes_per_sequence(request.sequence.length)
+        self._host_bytes += num_bytes
+        return num_bytes
 
     def moved_bytes(self) -> int:
         """Bytes moved within the arena since this was last asked."""
@@ -58,48 +66,41 @@ class Recorder:
         new, self._moved_bytes = moved - self._moved_bytes, moved
         return new
 
-    def host_bytes(self, round: Round) -> int:
-        """Bytes that a round has copied to the host and back."""
-        num_bytes = sum(request.offloaded.num_bytes for request in round.offloaded if request.offloaded is not None)
-        plan = self._pool.plan
+    def end(self, round: Round, now_s: float) -> None:
+        """The forwards of a round are over at `now_s`, and what they have sampled is there."""
+        lasted_s = now_s - self._began_s[-1]
+        self._ended_s += [now_s] * (round.number + 1 - len(self._ended_s))
+        self._live_pages.append([band.num_live for band in self._bands])
+        num_resumed = len(round.resumed)
         for request in round.resumed:
-            assert request.sequence is not None
-            num_bytes += plan.bytes_per_sequence(request.sequence.length)
-        self._host_bytes += num_bytes
-        return num_bytes
-
-    def note(self, round: Round, finished: list[Request], now_s: float) -> None:
-        """A round is over at `now_s`, and these requests with it."""
-        began_s = self._began_s
-        self._round_ends_s += [now_s] * (round.number + 1 - len(self._round_ends_s))
-        resumed = set(round.resumed)
-        num_running = 0
-        for forward in round.forwards:
-            num_running += len(forward.requests)
-            if forward.is_decode:
-                self._gaps.append((now_s - began_s, len(forward.requests) - len(resumed)))
-                continue
-            for request in (r for r, samples in zip(forward.requests, forward.samples.tolist()) if samples):
-                self._note_prompt(request, now_s)
-        for request in resumed:
             self._note_gap(request, now_s)
-        self._running.append(max(num_running, len(self._scheduler.running)))
-        self._noted_s.append(now_s)
-        self._lasted_s.append(now_s - began_s)
-        live = np.array([band.num_live for band in self._bands])
-        self._used_byte_s += live * self._page_bytes * (now_s - began_s)
-        for request in finished:
+        for forward in round.forwards:
+            if forward.is_decode:
+                num_others = len(forward.requests)
+                if num_resumed:
+                    num_others -= len(set(round.resumed).intersection(forward.requests))
+                self._gaps.append((lasted_s, num_others))
+            else:
+                for request, samples in zip(forward.requests, forward.samples.tolist()):
+                    if samples:
+                        self._note_prompt(request, now_s)
+
+    def finish(self, requests: Iterable[Request]) -> None:
+        """These have got all of their tokens."""
+        for request in requests:
             self._num_completed += 1
             self._num_new_tokens += request.num_new_tokens
-            self._came_s.pop(request, None)
+            del self._came_s[request]
 
     def report(self) -> Report:
         """All of it, summed up."""
         stats = self._scheduler.stats()
-        seconds = self._noted_s[-1] if self._noted_s else 0.0
-        lasted_s = np.array(self._lasted_s)
-        running = np.array(self._running)
-        used = self._used_byte_s / max(seconds, 1e-12)
+        seconds = self._ended_s[-1]
+        began_s, ended_s, running = np.array(self._began_s), np.array(self._ended_s[1:]), np.array(self._running)
+        lasted_s = ended_s - began_s
+        page_bytes = np.array([band.grid.page_bytes for band in self._bands])
+        held_byte_s = lasted_s @ np.array(self._live_pages).reshape(-1, len(page_bytes)) * page_bytes
+        used = held_byte_s / max(seconds, 1e-12)
         names = [subpool.name for subpool in self._pool.plan.subpools]
         gaps = np.array(self._gaps).reshape(-1, 2)
         completed = max(1, self._num_completed)
@@ -114,7 +115,7 @@ class Recorder:
             first_token_s=_percentiles(np.array(self._first_s), np.ones(len(self._first_s))),
             inter_token_s=_percentiles(gaps[:, 0], gaps[:, 1]),
             mean_running=float(running.mean()) if len(running) else 0.0,
-            time_mean_running=float((running * lasted_s).sum() / max(lasted_s.sum(), 1e-12)),
+            time_mean_running=float(running @ lasted_s / max(seconds, 1e-12)),
             max_running=int(running.max(initial=0)),
             dropped=stats.dropped,
             offloaded=stats.offloaded,
@@ -125,7 +126,7 @@ class Recorder:
             host_bytes=self._host_bytes,
             used_bytes=dict(zip(names, used.tolist())),
             idle_bytes=self._idle_bytes(names, used),
-            running=_points(self._noted_s, running),
+            running=_points(began_s, ended_s, running),
         )
 
     def _note_prompt(self, request: Request, now_s: float) -> None:
@@ -136,7 +137,7 @@ class Recorder:
             self._first_s.append(now_s - self._came_s[request])
 
     def _note_gap(self, request: Request, now_s: float) -> None:
-        self._gaps.append((now_s - self._round_ends_s[request.last_round], 1))
+        self._gaps.append((now_s - self._ended_s[request.last_round], 1))
 
     def _idle_bytes(self, names: list[str], used: np.ndarray) -> dict[str, float]:
         if not self._is_split:
@@ -151,15 +152,19 @@ def _percentiles(values: np.ndarray, weights: np.ndarray) -> dict[str, float]:
     if not len(values):
         return {"mean": 0.0, **{str(percent): 0.0 for percent in PERCENTILES}}
     order = values.argsort()
-    shares = weights[order].cumsum() / weights.sum()
+    reached = weights[order].cumsum()
     found = {
-        str(percent): float(values[order[min(len(order) - 1, shares.searchsorted(percent / 100))]])
-        for percent in PERCENTILES
+        str(percent): float(values[order[reached.searchsorted(percent * reached[-1] / 100)]]) for percent in PERCENTILES
     }
     return {"mean": float(np.average(values, weights=weights)), **found}
 
 
-def _points(times_s: list[float], running: np.ndarray) -> list[tuple[float, int]]:
-    """At most so many as are drawn, evenly over the rounds."""
-    chosen = np.unique(np.linspace(0, len(running) - 1, min(len(running), _NUM_POINTS)).astype(int))
-    return [(times_s[place], int(running[place])) for place in chosen.tolist()]
+def _points(began_s: np.ndarray, ended_s: np.ndarray, running: np.ndarray) -> list[tuple[float, int]]:
+    """How many run from which time on: nobody between two rounds that do not meet. At most so many as are drawn."""
+    is_idle = np.append(began_s[1:] > ended_s[:-1], True)[: len(running)]
+    times_s = np.stack([began_s, ended_s], axis=1)
+    numbers = np.stack([running, np.zeros_like(running)], axis=1)
+    is_point = np.stack([np.ones_like(is_idle), is_idle], axis=1)
+    times_s, numbers = times_s[is_point], numbers[is_point]
+    chosen = np.unique(np.linspace(0, len(numbers) - 1, min(len(numbers), _NUM_POINTS)).astype(int))
+    return list(zip(times_s[chosen].tolist(), numbers[chosen].tolist()))

@@ -7,9 +7,11 @@ and come back, are charged as well.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
-from torch_uma.errors import OutOfMemory, SequenceError
+from torch_uma.errors import OutOfMemory, SequenceError, TraceError
+from torch_uma.layout import Full
 from torch_uma.plan import Plan
 from torch_uma.pool import CachePool
 from torch_uma.scheduling import Costs, Round, Scheduler
@@ -38,14 +40,18 @@ def replay(
 
     With `split`, shares of the arena by sub-pool, over pools that are fixed there. `max_running` and `options` are the
     scheduler's. `progress` is told how many requests of how many are done; `on_round` sees every round once it is
-    decided. Requests that the arena could not hold are counted as refused. Arrivals are in order of their time.
+    decided. Requests that the arena could not hold are counted as refused. TraceError for no arrivals, and for some
+    that are not in the order of their time.
     """
-    longest = max(arrival.num_prompt_tokens + arrival.num_new_tokens for arrival in arrivals)
-    pool = CachePool(plan, device="meta", max_sequences=max_running, max_tokens=longest, split=split)
+    _check(arrivals)
+    pool = CachePool(
+        plan, device="meta", max_sequences=max_running, max_tokens=_longest_tokens(plan, arrivals), split=split
+    )
     with pool:
-        options.setdefault(
-            "costs", Costs(token_s=_prompt_token_s(work, device), copy_bytes_per_s=device.host_bytes_per_s)
-        )
+        if options.get("costs") is None:
+            options["costs"] = Costs(
+                token_s=work.token_flops / device.flops_per_s, copy_bytes_per_s=device.host_bytes_per_s
+            )
         scheduler = Scheduler(pool, max_running=max_running, **options)
         recorder = Recorder(pool, scheduler, len(arrivals), is_split=split is not None)
         now_s, num_come = 0.0, 0
@@ -57,20 +63,36 @@ def replay(
                 num_come += 1
             if not scheduler:
                 continue
-            recorder.begin(now_s)
             round = scheduler.schedule()
+            host_bytes = recorder.begin(round, now_s)
             if on_round is not None:
                 on_round(scheduler, round)
             for forward in round.forwards:
                 pool.begin(forward.batch, forward.num_new_tokens).commit()
                 now_s += work.seconds(forward, device)
-            now_s += (
-                2 * recorder.moved_bytes() / device.bytes_per_s + recorder.host_bytes(round) / device.host_bytes_per_s
-            )
-            recorder.note(round, scheduler.complete(round), now_s)
+            now_s += 2 * recorder.moved_bytes() / device.bytes_per_s + host_bytes / device.host_bytes_per_s
+            recorder.end(round, now_s)
+            recorder.finish(scheduler.complete(round))
             if progress is not None:
                 progress(recorder.num_done, len(arrivals))
         return recorder.report()
+
+
+def _check(arrivals: Sequence[Arrival]) -> None:
+    if not arrivals:
+        raise TraceError("there are no arrivals to replay")
+    for number, (arrival, other) in enumerate(pairwise(arrivals), 1):
+        if arrival.at_s > other.at_s:
+            raise TraceError(
+                f"arrival {number} comes at {arrival.at_s} s, and the one behind it at {other.at_s} s; sort them"
+            )
+
+
+def _longest_tokens(plan: Plan, arrivals: Sequence[Arrival]) -> int:
+    """Tokens that tables have to be for: no more than the arena holds, however long a request asks to be."""
+    longest = max(arrival.num_prompt_tokens + arrival.num_new_tokens for arrival in arrivals)
+    held = [subpool.num_pages * subpool.page_tokens for subpool in plan.subpools if isinstance(subpool.lifetime, Full)]
+    return min(longest, *held)
 
 
 def _submit(scheduler: Scheduler, arrival: Arrival, recorder: Recorder) -> None:
@@ -82,7 +104,3 @@ def _submit(scheduler: Scheduler, arrival: Arrival, recorder: Recorder) -> None:
         recorder.num_refused += 1
     else:
         recorder.come(request, arrival.at_s)
-
-
-def _prompt_token_s(work: Work, device: Device) -> float:
-    return work.token_flops / device.flops_per_s

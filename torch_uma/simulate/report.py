@@ -24,7 +24,7 @@ class Report:
         moved_bytes: within the arena. host_bytes: to the host and back.
         used_bytes, idle_bytes: means over time by sub-pool; what is idle belongs to a sub-pool only where pools are
             fixed, and is that of "arena" otherwise.
-        running: over time, as [seconds, requests], a thousand points at most.
+        running: over time, as [seconds, requests]: from then on so many are in memory; a thousand points at most.
     """
 
     num_requests: int

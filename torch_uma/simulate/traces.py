@@ -1,18 +1,18 @@
 """Traffic: which requests arrive when. Read from the traces that others publish, or made from a seed.
 
-Owns the formats. Lengths are all that counts; texts and shared prefixes are not looked at.
+Owns the formats. Lengths are all that counts: texts are only measured, and shared prefixes are not looked at.
 """
 
 from __future__ import annotations
 
 import csv
 import json
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from datetime import datetime
-from itertools import islice
+from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from torch_uma.errors import TraceError
 _AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _PROMPT_NAMES = ("input_length", "num_prompt_tokens", "prompt_tokens", "prompt_len", "input_tokens")
 _NEW_NAMES = ("output_length", "num_new_tokens", "output_tokens", "completion_tokens", "output_len")
+_TURNS_NAMES = ("conversations", "conversation", "messages")
+_TEXT_NAMES = ("value", "content")
+_BYTES_PER_TOKEN = 4  # of English text, with the vocabularies that are in use
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,26 +40,28 @@ class Arrival:
 def read_trace(path: str | Path, *, limit: int | None = None) -> list[Arrival]:
     """The requests of a trace, in the order in which they arrive; the first `limit` of them.
 
-    Known are the Azure LLM inference traces (CSV), Mooncake's (JSON lines, timestamps in milliseconds), and JSON or
-    JSON lines of objects that name lengths, such as `{"prompt_tokens": 12, "output_tokens": 7}` or ShareGPT's
-    conversations with lengths, with `at_s` or nothing to say when. Requests without a prompt or an answer are left out.
-    Raises TraceError, with the line, for what is none of these.
+    Known are the Azure LLM inference traces (CSV), Mooncake's (JSON lines, `timestamp` in milliseconds), and JSON or
+    JSON lines of objects that name lengths, such as `{"prompt_tokens": 12, "output_tokens": 7}`, or hold texts as
+    ShareGPT's do, whose first turn is the prompt and whose second the answer, at four bytes a token; `at_s` says when,
+    if anything does. Requests without a prompt or an answer are left out. Raises TraceError, with the line or the
+    number of the request, for what is none of these.
     """
+    if limit is not None:
+        limit = whole(limit, "the limit of a trace", least=1, error=TraceError)
     path = Path(path)
     try:
-        text = path.open(newline="", encoding="utf-8-sig")
+        with path.open(newline="", encoding="utf-8-sig") as text:
+            rows = _json_rows(text, path) if _first_character(text) in ("{", "[") else _csv_rows(text, path)
+            arrivals = [row for row in rows if row is not None]
     except OSError as error:
         raise TraceError(f"the trace {path} cannot be read: {error.strerror}") from error
-    with text:
-        first = text.read(1)
-        text.seek(0)
-        rows = _json_rows(text, path) if first in ("{", "[") else _csv_rows(text, path)
-        arrivals = list(islice((row for row in rows if row is not None), limit))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise TraceError(f"the trace {path} is no text: {error}") from error
     if not arrivals:
         raise TraceError(f"the trace {path} has no requests")
     arrivals.sort(key=lambda arrival: arrival.at_s)
     start_s = arrivals[0].at_s
-    return [replace(arrival, at_s=arrival.at_s - start_s) for arrival in arrivals]
+    return [replace(arrival, at_s=arrival.at_s - start_s) for arrival in arrivals[:limit]]
 
 
 def generate_trace(
@@ -74,7 +79,8 @@ def generate_trace(
     They arrive as a Poisson process of `rate_per_s`, or all at once. Prompts and answers are cut at `longest_tokens`.
     """
     num_requests = whole(num_requests, "num_requests of a trace", least=1, error=TraceError)
-    if prompt_tokens < 1 or new_tokens < 1 or spread < 0 or (rate_per_s is not None and rate_per_s <= 0):
+    are_means = prompt_tokens >= 1 and new_tokens >= 1 and spread >= 0  # and none of them is nan
+    if not are_means or (rate_per_s is not None and not rate_per_s > 0):
         raise TraceError(
             f"a trace has prompts and answers of a token or more, no negative spread and a positive rate; got means of "
             f"{prompt_tokens} and {new_tokens}, spread {spread}, rate {rate_per_s}"
@@ -96,56 +102,97 @@ def at_once(arrivals: Iterable[Arrival]) -> list[Arrival]:
     return [replace(arrival, at_s=0.0) for arrival in arrivals]
 
 
-def _csv_rows(text: Iterable[str], path: Path) -> Iterator[Arrival | None]:
+def _first_character(text: TextIO) -> str:
+    """What a file begins with, blanks aside."""
+    character = " "
+    while character.isspace():
+        character = text.read(1)
+    text.seek(0)
+    return character
+
+
+def _csv_rows(text: TextIO, path: Path) -> Iterator[Arrival | None]:
     reader = csv.DictReader(text)
     names = tuple(reader.fieldnames or ())
     if not set(_AZURE_COLUMNS) <= set(names):
-        raise TraceError(f"the trace {path} has the columns {', '.join(names)}, but not {', '.join(_AZURE_COLUMNS)}")
+        raise TraceError(
+            f"the trace {path} is no JSON, and of a CSV it has not the columns {', '.join(_AZURE_COLUMNS)}, but "
+            f"{', '.join(names) or 'none'}"
+        )
     for row in reader:
         try:
-            at = datetime.fromisoformat(row["TIMESTAMP"][:26])
-            yield _arrival(at.timestamp(), int(row["ContextTokens"]), int(row["GeneratedTokens"]))
-        except (TypeError, ValueError) as error:
+            yield _arrival(_seconds(row["TIMESTAMP"]), row["ContextTokens"], row["GeneratedTokens"])
+        except (TypeError, ValueError, AttributeError, OverflowError) as error:
             raise TraceError(f"line {reader.line_num} of the trace {path} is no request: {error}") from error
 
 
-def _json_rows(text: Any, path: Path) -> Iterator[Arrival | None]:
-    if text.read(1) == "[":
-        text.seek(0)
+def _seconds(timestamp: str) -> float:
+    """Of a date and time; the zone, which is the same in all lines, does not count, nor do parts of a microsecond."""
+    at = datetime.fromisoformat(timestamp.partition("+")[0].rstrip("Z")[:26])
+    return at.replace(tzinfo=timezone.utc).timestamp()
+
+
+def _json_rows(text: TextIO, path: Path) -> Iterator[Arrival | None]:
+    items: Iterable[Any]
+    if _first_character(text) == "[":
         try:
-            items = json.load(text)
+            items, unit = json.load(text), "request"
         except json.JSONDecodeError as error:
             raise TraceError(f"the trace {path} is no JSON: {error}") from error
-        numbered: Iterable[tuple[int, Any]] = enumerate(items, 1)
     else:
-        text.seek(0)
-        numbered = ((number, line) for number, line in enumerate(text, 1) if line.strip())
-    for number, item in numbered:
+        items, unit = text, "line"
+    for number, item in enumerate(items, 1):
+        if unit == "line" and not item.strip():
+            continue
         try:
-            fields = json.loads(item) if isinstance(item, str) else item
-            yield _of_fields(fields)
-        except (KeyError, TypeError, ValueError) as error:
-            raise TraceError(f"request {number} of the trace {path} is none: {error}") from error
+            yield _of_fields(json.loads(item) if unit == "line" else item)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise TraceError(f"{unit} {number} of the trace {path} is no request: {error}") from error
 
 
 def _of_fields(fields: Any) -> Arrival | None:
     if not isinstance(fields, dict):
         raise TypeError(f"{fields!r} is no object")
-    prompt, new = _first(fields, _PROMPT_NAMES), _first(fields, _NEW_NAMES)
+    turns = next((fields[name] for name in _TURNS_NAMES if name in fields), None)
+    if turns is not None and not any(name in fields for name in _PROMPT_NAMES):
+        prompt, new = _turn_tokens(turns)
+    else:
+        prompt, new = _first(fields, _PROMPT_NAMES), _first(fields, _NEW_NAMES)
     at_s = float(fields["timestamp"]) / 1000 if "timestamp" in fields else float(fields.get("at_s", 0.0))
-    return _arrival(at_s, prompt, new, int(fields.get("priority", 0)))
+    return _arrival(at_s, prompt, new, _whole(fields.get("priority", 0)))
 
 
-def _first(fields: dict[str, Any], names: tuple[str, ...]) -> int:
-    for name in names:
-        if name in fields:
-            return int(fields[name])
-    raise KeyError(f"it names none of {', '.join(names)}")
+def _turn_tokens(turns: Any) -> tuple[int, int]:
+    """Of a conversation's first turn and its second, as far as it has them."""
+    if not isinstance(turns, list):
+        raise TypeError(f"its turns are no list, but {turns!r}")
+    sizes = [len(str(_first(turn, _TEXT_NAMES)).encode()) for turn in turns[:2]]
+    prompt, new = (-(-size // _BYTES_PER_TOKEN) for size in (*sizes, 0, 0)[:2])
+    return prompt, new
 
 
-def _arrival(at_s: float, prompt: int, new: int, priority: int = 0) -> Arrival | None:
-    if prompt < 0 or new < 0:
-        raise ValueError(f"lengths of {prompt} and {new} tokens")
-    if not prompt or not new:
+def _first(fields: Any, names: tuple[str, ...]) -> Any:
+    if isinstance(fields, dict):
+        for name in names:
+            if name in fields:
+                return fields[name]
+    raise ValueError(f"it names none of {', '.join(names)}")
+
+
+def _arrival(at_s: float, prompt: Any, new: Any, priority: int = 0) -> Arrival | None:
+    num_prompt_tokens, num_new_tokens = _whole(prompt), _whole(new)
+    if num_prompt_tokens < 0 or num_new_tokens < 0:
+        raise ValueError(f"lengths of {num_prompt_tokens} and {num_new_tokens} tokens")
+    if not math.isfinite(at_s):
+        raise ValueError(f"it arrives at {at_s}")
+    if not num_prompt_tokens or not num_new_tokens:
         return None
-    return Arrival(at_s=at_s, num_prompt_tokens=prompt, num_new_tokens=new, priority=priority)
+    return Arrival(at_s=at_s, num_prompt_tokens=num_prompt_tokens, num_new_tokens=num_new_tokens, priority=priority)
+
+
+def _whole(value: Any) -> int:
+    """A number as people write it, 12.0 and "12" included."""
+    number = int(value)
+    if number != float(value):
+        raise ValueError(f"{value!r} is no whole number")
+    return number

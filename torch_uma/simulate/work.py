@@ -57,15 +57,17 @@ class Work:
 
     def seconds(self, forward: Forward, device: Device) -> float:
         """How long a forward takes on a device, every part of it at whichever bound is the slower."""
-        new: Int64Array = np.broadcast_to(np.asarray(forward.num_new_tokens, np.int64), forward.starts.shape)
-        past, num_rows, num_tokens = forward.starts, len(new), int(new.sum())
+        past, num_rows = forward.starts, len(forward.starts)
+        new = forward.num_new_tokens if isinstance(forward.num_new_tokens, int) else np.array(forward.num_new_tokens)
+        num_tokens = new * num_rows if isinstance(new, int) else int(new.sum())
         flops = num_tokens * self.token_flops + int(np.count_nonzero(forward.samples)) * self.head_flops
         seconds = device.bound_s(flops, self.weight_bytes + self._expert_bytes(num_tokens))
         seconds += device.bound_s(0, 2 * num_rows * self.state_bytes)
         for kind in self.attention:
-            pairs = _num_pairs(past, new, kind.window)
-            keys = past + new if kind.window is None else np.minimum(past, kind.window - 1) + new
-            num_bytes = kind.token_bytes * (int(keys.sum()) + num_tokens)
+            seen = past if kind.window is None else np.minimum(past, kind.window - 1)
+            num_keys = int(seen.sum()) + num_tokens
+            pairs = num_keys if num_tokens == num_rows else _num_pairs(past, new, kind.window)
+            num_bytes = kind.token_bytes * (num_keys + num_tokens)
             seconds += kind.num_layers * device.bound_s(kind.pair_flops * pairs, num_bytes)
         return seconds + self.num_launches * device.launch_s + device.forward_s
 
@@ -85,7 +87,7 @@ class Work:
         return self.expert_bytes * (1 - (1 - self.experts_per_token / self.num_experts) ** num_tokens)
 
 
-def _num_pairs(past: Int64Array, new: Int64Array, window: int | None) -> int:
+def _num_pairs(past: Int64Array, new: Int64Array | int, window: int | None) -> int:
     """Queries and keys that meet: query i of a row, at position past + i, looks at min(past + i + 1, window) keys."""
     end = past + new
     if window is None:

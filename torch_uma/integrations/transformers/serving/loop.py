@@ -56,7 +56,8 @@ class ServingLoop:
             fill up: a pool that is given needs rows for them, `max_sequences` of up to 3/2 of `max_running`. The model
             must attend by "torch_uma".
         tokenizer: for stop strings.
-        costs: `torch_uma.scheduling.Costs`, how fast bytes are copied to the host; the other half is measured.
+        costs: `torch_uma.scheduling.Costs`, what decides whether a generation that is retracted is computed again; left
+            out, the time of a prompt's token is measured as the loop goes.
 
     A generation gets the tokens that `model.generate()` gives its prompt alone. Several rows in a forward round
     otherwise than one, which matters where two tokens are equally likely but for that.
@@ -102,6 +103,7 @@ class ServingLoop:
         self._model = model
         self._tokenizer = tokenizer
         self._num_ahead = 1 if overlap else 0
+        self._has_costs = costs is not None
         self._compiled = CompiledDecode(model, pool, max_running) if compile else None
         self._scheduler = Scheduler(
             pool,
@@ -237,7 +239,7 @@ class ServingLoop:
 
     def _launch(self) -> bool:
         """Schedule a round and run its forwards; returns whether there were any."""
-        token_s = self._forwards.pace.token_s
+        token_s = None if self._has_costs else self._forwards.pace.token_s
         if token_s is not None:
             self._scheduler.costs = replace(self._scheduler.costs, token_s=token_s)
         scheduled = self._scheduler.schedule()

@@ -1,0 +1,138 @@
+"""The command line of the simulator, called in this process."""
+
+from __future__ import annotations
+
+import json
+from importlib import util
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import CONFIG_MAPPING
+
+from torch_uma.simulate.__main__ import main
+
+SMALL = [
+    *("--config", "gpt_oss"),
+    *("--set", "num_hidden_layers=2", "--set", "num_local_experts=4", "--set", "hidden_size=256"),
+    *("--memory", "24MiB"),
+    "--quiet",
+]
+MADE = ["--made", "12,200,20,0.5", "--at-once"]
+
+
+def reports(capsys: pytest.CaptureFixture[str], tmp_path: Path, *arguments: str) -> dict[str, Any]:
+    path = tmp_path / "reports.json"
+    assert main([*SMALL, *arguments, "--json", str(path)]) == 0
+    assert "requests completed" in capsys.readouterr().out
+    read: dict[str, Any] = json.loads(path.read_text())
+    return read
+
+
+def error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as caught:
+        main(list(arguments))
+    assert caught.value.code == 2
+    said = capsys.readouterr()
+    assert not said.out and "Traceback" not in said.err
+    return said.err
+
+
+def test_made_traffic_is_run_and_reported(capsys, tmp_path: Path) -> None:
+    (report,) = reports(capsys, tmp_path, *MADE).values()
+    assert report["num_completed"] == 12 and report["running"][0][1] > 1
+
+
+def test_a_trace_is_run_and_cut(capsys, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("\n".join(json.dumps({"prompt_tokens": 40, "output_tokens": 3, "at_s": 5 * n}) for n in range(9)))
+    honoured = reports(capsys, tmp_path, "--trace", str(trace))["arena"]
+    assert honoured["num_completed"] == 9 and honoured["seconds"] > 40 and honoured["max_running"] == 1
+    at_once = reports(capsys, tmp_path, "--trace", str(trace), "--at-once", "--limit", "4")["arena"]
+    assert at_once["num_completed"] == 4 and at_once["seconds"] < 1 and at_once["max_running"] == 4
+    faster = reports(capsys, tmp_path, "--trace", str(trace), "--rate", "100")["arena"]
+    assert faster["num_completed"] == 9 and faster["seconds"] < 1
+
+
+def test_the_config_can_be_changed_or_read_from_a_file(capsys, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    CONFIG_MAPPING["gpt_oss"](num_hidden_layers=2, num_local_experts=4, hidden_size=256).save_pretrained(folder)
+    for source in (folder, folder / "config.json"):
+        path = tmp_path / "reports.json"
+        arguments = ["--config", str(source), "--memory", "24MiB", "--quiet", *MADE, "--json", str(path)]
+        assert main(arguments) == 0
+        assert json.loads(path.read_text()) == reports(capsys, tmp_path, *MADE)
+
+
+def test_fixed_pools_are_compared(capsys, tmp_path: Path) -> None:
+    asked = ["default", "best", '{"window_128": 0.5, "full": 0.5}']
+    path = tmp_path / "reports.json"
+    splits = [argument for split in asked for argument in ("--split", split)]
+    assert main([*SMALL, "--made", "60,3000,40,0.5", "--at-once", *splits, "--json", str(path)]) == 0
+    read = json.loads(path.read_text())
+    assert [name.split()[0] for name in read] == ["arena", "default", "best", "split"]
+    arena, default, best, _ = read.values()
+    assert default["new_tokens_per_s"] <= best["new_tokens_per_s"]
+    assert arena["time_mean_running"] > default["time_mean_running"]
+    said = capsys.readouterr().out
+    assert said.count("one arena against") == 3 and "split 0.50/0.50" in said
+
+
+def test_scheduler_settings_reach_the_scheduler(capsys, tmp_path: Path) -> None:
+    few = reports(capsys, tmp_path, *MADE, "--max-running", "2")["arena"]
+    assert few["max_running"] == 2
+    busy = ["--made", "40,1500,900,0.3", "--at-once", "--headroom-steps", "1"]
+    dropped = reports(capsys, tmp_path, *busy)["arena"]
+    assert dropped["dropped"] > 0 and dropped["offloaded"] == 0
+    busy += ["--set", "hidden_size=2880", "--host-memory", "1GiB"]  # takes longer to compute than to copy
+    kept = reports(capsys, tmp_path, *busy)["arena"]
+    assert kept["offloaded"] > 0 and kept["host_bytes"] > 0
+
+
+def test_a_drawing(capsys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "runs.png"
+    assert main([*SMALL, *MADE, "--plot", str(path)]) == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+    capsys.readouterr()
+    monkeypatch.setattr("torch_uma.simulate.__main__.find_spec", lambda name: None)
+    assert "pip install torch-uma[plots]" in error(capsys, *SMALL, *MADE, "--plot", str(path))
+    assert util.find_spec("matplotlib")
+
+
+def test_progress_is_shown_unless_it_is_not_wanted(capsys) -> None:
+    assert main([*SMALL, *MADE]) == 0
+    assert not capsys.readouterr().err
+    assert main([argument for argument in [*SMALL, *MADE] if argument != "--quiet"]) == 0
+    assert "arena: 100%" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([*SMALL, "--trace", "nowhere.csv"], "nowhere.csv cannot be read"),
+        ([*SMALL, "--made", "12,200,20"], "not four numbers"),
+        ([*SMALL, "--made", "inf,200,20,1"], "not four numbers"),
+        ([*SMALL, "--made", "12,0,20,1"], "prompts and answers of a token or more"),
+        ([*SMALL, *MADE, "--limit", "0"], "--limit is at least 1"),
+        ([*SMALL, *MADE, "--rate", "-1"], "positive rate"),
+        ([*SMALL, *MADE, "--split", "fast"], '--split fast is not "default", "best" or shares'),
+        ([*SMALL, *MADE, "--split", '{"full": "all"}'], "shares such as"),
+        ([*SMALL, *MADE, "--split", '{"nothing": 0.5}'], "nothing"),
+        ([*SMALL, *MADE, "--set", "num_hidden_layers"], "no NAME=VALUE"),
+        ([*SMALL, *MADE, "--set", "num_wheels=4"], "the config of gpt_oss has no num_wheels"),
+        ([*SMALL, *MADE, "--set", "hidden_size=wide"], "the config of gpt_oss cannot be set so"),
+        ([*SMALL, *MADE, "--max-running", "0"], "max_sequences"),
+        ([*SMALL, *MADE, "--step-tokens", "4"], "more than step_tokens, 4"),
+        ([*SMALL, *MADE, "--json", "no/such/folder/x.json"], "no folder no/such/folder"),
+        ([*SMALL, *MADE, "--memory", "much"], "much"),
+        ([*SMALL, *MADE, "--memory", "4KiB"], "give more memory"),
+        ([*SMALL, *MADE, "--host-memory", "much"], "much"),
+        ([*SMALL, *MADE, "--kv-dtype", "int3"], "int3"),
+        ([*SMALL, *MADE, "--device", "abacus"], "invalid choice"),
+        ([*SMALL], "one of the arguments --trace --made is required"),
+        (["--config", "/no/such/folder", "--memory", "1GiB", *MADE, "--quiet"], "/no/such/folder"),
+    ],
+    ids=lambda value: " ".join(value[11:]) if isinstance(value, list) else "",
+)
+def test_errors_are_told_in_words(capsys, arguments: list[str], words: str) -> None:
+    assert words in error(capsys, *arguments)
