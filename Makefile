@@ -24,7 +24,7 @@ test: .venv/ready
 # With the oldest transformers that is supported, the tests of what goes through it. It has no looped models.
 oldest: $(OLDEST)/ready
 	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n 2 -k "not looped" $(addprefix tests/test_, $(addsuffix .py, \
-	    versions cache generate ways masks loop chat precision wrong_uses sizing))
+	    versions cache generate ways masks loop chat precision wrong_uses sizing batch_generation forwards))
 
 $(OLDEST)/ready: pyproject.toml constraints.txt $(wildcard torch_uma/ops/*.c)
 	$(PYTHON) -m venv $(OLDEST)

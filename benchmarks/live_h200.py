@@ -135,6 +135,7 @@ def _both(model: Any, run: Run, limit_s: float) -> list[Record]:
             "seconds": seen.seconds,
         }
         case = f"{workload}, {memory_bytes / 1e9:.3g} GB"
+        print(f"{case}, {name}: {figures}", flush=True)  # in case that the run is ended from outside
         records += [record(case, figure, value, "", policy=name) for figure, value in figures.items()]
     return records
 

@@ -77,7 +77,7 @@ def serve(given: argparse.Namespace) -> None:
         max_running=given.max_running,
         step_tokens=given.step_tokens,
         max_request_tokens=given.max_request_tokens,
-        host_memory=0 if given.host_memory == "0" else given.host_memory,
+        host_memory=given.host_memory,
         overlap=given.overlap,
         compile=given.compile,
     )

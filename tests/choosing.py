@@ -18,9 +18,9 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from torch_uma.integrations.transformers.options import resolve
-from torch_uma.integrations.transformers.sampling import Text, choose
-from torch_uma.integrations.transformers.stopping import Stopping
+from torch_uma.integrations.transformers.serving.options import resolve
+from torch_uma.integrations.transformers.serving.sampling import Text, choose
+from torch_uma.integrations.transformers.serving.stopping import Stopping
 
 NUM_NEW = 8
 ENDS = list(range(0, 256, 9))

@@ -45,6 +45,7 @@ WAYS: dict[str, dict[str, str]] = {
         "preempt": "preemption",
         "batch": "`generate_batch`",
         "server": "server",
+        "compiled": "compiled steps",
     },
 }
 
@@ -62,7 +63,23 @@ _FP8 = "precision::tokens_are_those_of_a_cache_that_rounds"
 _INDEXED = "index::tokens_are_those_of_the_default_cache_while_pages_move"
 _DECODERS = "models::tokens_are_those_of_the_oracle_or_the_type_is_refused"
 _DEVICES = "devices::tokens_are_those_of_the_default_cache"
-_AS_IT_WENT = "offload::what_comes_back_is_what_went_and_goes_on"
+_SERVED = "serving::tokens_are_those_of_each_prompt_alone"
+_BATCH = "compatibility::a_batch_over_little_memory"
+_IN_THE_NEXT_ROUND = "scheduler_memory::a_more_important_request_begins_in_the_next_round_where_memory_is_full"
+_STREAMS = "serve::many_streams_a_third_of_which_are_cut_off"
+
+# Models that `test_compatibility.py` serves, with their attention, and memory of the host for those who are retracted.
+SERVED: tuple[tuple[str, str, int | str], ...] = (
+    ("llama4", "torch_uma", 0),
+    ("llama4", "torch_uma", "1MiB"),
+    ("deepseek_v3", "torch_uma", "1MiB"),
+    ("deepseek_v4", "eager", 0),
+    ("axk2", "torch_uma", 0),
+    ("axk2", "torch_uma", "1MiB"),
+    ("mamba", "eager", 0),
+    ("dory", "torch_uma", 0),
+    ("dory", "torch_uma", "1MiB"),
+)
 
 CELLS: dict[str, dict[str, tuple[str, ...]]] = {
     "full": {
@@ -86,6 +103,16 @@ CELLS: dict[str, dict[str, tuple[str, ...]]] = {
             "with stock attention!multistep_by_stock_attention",
         ),
         "fp8": (f"{_FP8}[llama]", "flashinfer::keys_of_fp8_have_the_scales_of_their_layer"),
+        "overlap": (f"{_SERVED}[llama]",),
+        "drop": (f"{_SERVED}[llama]",),
+        "offload": (f"{_SERVED}[llama]",),
+        "preempt": (f"{_IN_THE_NEXT_ROUND}[full]",),
+        "batch": ("batch_generation::several_answers_to_one_prompt_lie_side_by_side",),
+        "server": (f"{_STREAMS}[gpt_oss]",),
+        "compiled": (
+            "serving::compiled_decode_steps_have_a_graph_for_each_of_a_few_sizes",
+            "with stock attention!compiled_loop_by_stock_attention",
+        ),
     },
     "window": {
         "generate": (f"{_WAYS[0]}[gemma2]",),
@@ -108,6 +135,15 @@ CELLS: dict[str, dict[str, tuple[str, ...]]] = {
         "compile": (f"{_IN_PLACE_GRAPH}[gpt_oss]", f"{_STOCK_GRAPH}[mistral]"),
         "multistep": (f"{_MULTI}[gpt_oss]", "multistep::all_steps_are_one_graph_for_every_multi_step[gpt_oss]"),
         "fp8": (f"{_FP8}[mistral]",),
+        "overlap": (f"{_SERVED}[gpt_oss]",),
+        "drop": (f"{_SERVED}[gpt_oss]",),
+        "offload": (f"{_SERVED}[gpt_oss]",),
+        "preempt": (
+            f"{_IN_THE_NEXT_ROUND}[window_7]",
+            "serving::the_higher_priority_starts_with_the_next_step_and_the_others_end_alike",
+        ),
+        "batch": ("batch_generation::prompts_of_every_form_in_their_order",),
+        "server": (f"{_STREAMS}[gpt_oss]",),
     },
     "chunk": {
         "generate": (f"{_ATTENTION}[llama4]", f"{_DECODERS}[llama4_text]"),
@@ -124,6 +160,10 @@ CELLS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "compile": ("uneven::one_graph_for_a_total_and_a_batch[llama4]",),
         "multistep": (f"{_REPLAY}[chunk]",),
+        "overlap": (f"{_BATCH}[llama4]",),
+        "drop": (f"{_BATCH}[llama4]",),
+        "offload": (f"{_BATCH}[llama4]",),
+        "batch": (f"{_BATCH}[llama4]", "with stock attention!chunks_in_a_loop_by_stock_attention"),
     },
     "latent": {
         "generate": (f"{_WAYS[0]}[deepseek_v3]",),
@@ -148,6 +188,10 @@ CELLS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "multistep": (f"{_MULTI}[deepseek_v3]",),
         "fp8": (f"{_FP8}[deepseek_v3]",),
+        "overlap": (f"{_SERVED}[deepseek_v3]",),
+        "drop": (f"{_SERVED}[deepseek_v3]",),
+        "offload": (f"{_SERVED}[deepseek_v3]",),
+        "batch": (f"{_BATCH}[deepseek_v3]",),
     },
     "compressed": {
         "generate": ("compressed::tokens_are_those_of_the_default_cache",),
@@ -161,6 +205,8 @@ CELLS: dict[str, dict[str, tuple[str, ...]]] = {
         "in_place": ("!compressed_groups_in_place",),
         "multistep": ("!multistep_over_compressed_groups",),
         "fp8": ("compressed::keys_and_entries_in_fewer_bits_and_what_chooses_them_in_all",),
+        "overlap": (f"{_SERVED}[deepseek_v4]",),
+        "batch": (f"{_BATCH}[deepseek_v4]",),
     },
     "index": {
         "generate": (f"{_INDEXED}[deepseek_v32]",),
@@ -178,6 +224,11 @@ CELLS: dict[str, dict[str, tuple[str, ...]]] = {
             "with `torch_uma`!compiled_index_keys_in_place",
         ),
         "multistep": ("!multistep_over_index_keys",),
+        "overlap": (f"{_BATCH}[axk2]",),
+        "drop": (f"{_BATCH}[axk2]",),
+        "offload": (f"{_BATCH}[axk2]",),
+        "batch": (f"{_BATCH}[axk2]",),
+        "compiled": ("!compiled_loop_over_index_keys",),
     },
     "state": {
         "generate": (f"{_WAYS[0]}[qwen3_next]", f"{_WAYS[0]}[mamba2]", f"{_WAYS[0]}[lfm2]"),
@@ -197,6 +248,13 @@ CELLS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "multistep": (f"{_REPLAY}[hybrid]", "for models!multistep_over_states"),
         "fp8": (f"{_FP8}[qwen3_next]", "precision::a_token_takes_fewer_bytes_and_states_as_many"),
+        "overlap": (f"{_SERVED}[qwen3_next]", f"{_SERVED}[mamba2]"),
+        "drop": (f"{_SERVED}[qwen3_next]",),
+        "offload": (f"{_SERVED}[bamba]",),
+        "preempt": (f"{_IN_THE_NEXT_ROUND}[state]",),
+        "batch": ("batch_generation::options_seeds_and_priorities_of_each_prompt",),
+        "server": (f"{_STREAMS}[qwen3_next]",),
+        "compiled": ("serving::states_and_fillers_in_compiled_steps",),
     },
     "restart": {
         "generate": ("restarts::it_is_refused_and_the_cache_goes_on[mamba]", f"{_DECODERS}[jamba]"),
@@ -209,6 +267,10 @@ CELLS: dict[str, dict[str, tuple[str, ...]]] = {
         "stock": (f"{_DECODERS}[jamba]",),
         "in_place": (f"{_DECODERS}[jamba]",),
         "multistep": ("!multistep_over_mamba",),
+        "overlap": (f"{_SERVED}[jamba]",),
+        "drop": (f"{_SERVED}[jamba]",),
+        "offload": (f"{_SERVED}[jamba]",),
+        "batch": (f"{_BATCH}[mamba]",),
     },
     "loop": {
         "generate": ("own::tokens_are_those_without_a_cache[dory]", "cache::a_looped_model_finds_all_its_layers"),
@@ -216,6 +278,12 @@ CELLS: dict[str, dict[str, tuple[str, ...]]] = {
         "stock": ("own::tokens_are_those_without_a_cache[dory]",),
         "in_place": (f"{_DECODERS}[dory]",),
         "compile": ("own::decode_steps_are_one_graph[dory]",),
+        "pieces": (f"{_BATCH}[dory]",),
+        "packed": (f"{_BATCH}[dory]",),
+        "overlap": (f"{_BATCH}[dory]",),
+        "drop": (f"{_BATCH}[dory]",),
+        "offload": (f"{_BATCH}[dory]",),
+        "batch": (f"{_BATCH}[dory]",),
     },
     "devices": {
         "generate": (f"{_DEVICES}[llama]", f"{_DEVICES}[qwen3_next]"),
@@ -227,5 +295,12 @@ CELLS: dict[str, dict[str, tuple[str, ...]]] = {
         "in_place": (f"{_DEVICES}[torch_uma]",),
         "compile": ("~devices::what_a_pool_on_each_device_excludes",),
         "multistep": ("!a_pool_for_several_devices",),
+        "overlap": ("!a_pool_for_several_devices",),
+        "drop": ("!a_pool_for_several_devices",),
+        "offload": ("!a_pool_for_several_devices",),
+        "preempt": ("!a_pool_for_several_devices",),
+        "batch": ("!a_pool_for_several_devices",),
+        "server": ("!a_pool_for_several_devices",),
+        "compiled": ("!a_pool_for_several_devices",),
     },
 }

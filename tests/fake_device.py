@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from torch_uma import CachePool
-from torch_uma.integrations.transformers.options import resolve
-from torch_uma.integrations.transformers.sampling import Sampling, choose
+from torch_uma.integrations.transformers.serving.options import resolve
+from torch_uma.integrations.transformers.serving.sampling import Sampling, choose
 from torch_uma.ops.attend_gathered import attend_gathered
 
 DEVICE = "npu"

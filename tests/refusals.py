@@ -72,6 +72,10 @@ def multistep(name: str, attention: str) -> Case:
     return run
 
 
+def loop(name: str, attention: str, **options: Any) -> Case:
+    return lambda: torch_uma.ServingLoop(model_of(name, attention), memory=MEMORY, **options)
+
+
 def crop(name: str, num_tokens: int) -> Case:
     return lambda: generate(model_of(name)).crop(-num_tokens)
 
@@ -126,5 +130,8 @@ CASES: dict[str, Case] = {
     "compiled_index_keys_in_place": compiled_index_keys_in_place,
     "pieces_of_a_prompt_of_mamba": lambda: generate(model_of("mamba"), prefill_chunk_size=5),
     "speculation_of_mamba": speculation_of_mamba,
+    "chunks_in_a_loop_by_stock_attention": loop("llama4", "eager"),
+    "compiled_loop_by_stock_attention": loop("llama", "sdpa", compile=True),
+    "compiled_loop_over_index_keys": loop("deepseek_v32", "torch_uma", compile=True),
     "a_pool_for_several_devices": a_pool_for_several_devices,
 }

@@ -1,15 +1,63 @@
-"""A loop without a model: it runs a scheduler's rounds through the pool, and checks what may be expected of them."""
+"""What tests of the scheduler need: small ones, and a loop without a model that runs their rounds and checks them."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from typing import Any
 
-from pools import layer
+from pools import layer, make_pool, snapshot
 
 from torch_uma.layout import Chunk, Full, Layer, State, Window
 from torch_uma.pool import CachePool
-from torch_uma.scheduling import Forward, Request, Round, Scheduler
+from torch_uma.scheduling import Costs, Forward, Request, Round, Scheduler
+
+CHEAP_HOST = Costs(token_s=1.0, copy_bytes_per_s=1e12)  # offloading always costs less
+CHEAP_COMPUTING = Costs(token_s=1e-9, copy_bytes_per_s=1.0)  # dropping does
+
+
+def scheduler_of(
+    kinds: str | list[Layer] = "full",
+    *,
+    memory: int = 1024,
+    page_size: int = 4,
+    max_sequences: int = 12,
+    **arguments: Any,
+) -> Scheduler:
+    """Over a pool on the CPU: 15 pages of 4 tokens, if nothing else is said."""
+    return Scheduler(make_pool(kinds, memory=memory, page_size=page_size, max_sequences=max_sequences), **arguments)
+
+
+def launch(pool: CachePool, round: Round) -> None:
+    for forward in round.forwards:
+        pool.begin(forward.batch, forward.num_new_tokens).commit()
+
+
+def live_pages(pool: CachePool) -> int:
+    return sum(subpool.live_pages for subpool in pool.stats().subpools)
+
+
+def known(scheduler: Scheduler) -> dict[str, Any]:
+    """Everything that a scheduler knows, in a form that `==` compares."""
+    requests = [*scheduler._waiting, *scheduler.running, *scheduler._given, *scheduler._leaving]
+    decoding = scheduler._decoding
+    return {
+        "requests": [
+            {name: getattr(request, name) for name in Request.__slots__ if name != "clock"} for request in requests
+        ],
+        "decoding": [
+            decoding.requests,
+            decoding.rows.tolist(),
+            decoding.last_rounds.tolist(),
+            decoding._ahead.tolist(),
+        ],
+        "lists": [
+            list(each) for each in (scheduler._prompts, scheduler._through, scheduler._given, scheduler._leaving)
+        ],
+        "round": (scheduler._clock.round, scheduler._completed, set(scheduler._abandoned)),
+        "stats": scheduler.stats(),
+        "pool": snapshot(scheduler.pool),
+    }
 
 
 def random_layers(rnd: random.Random, *, chunks: bool) -> list[Layer]:

@@ -66,7 +66,8 @@ class Row:
             needed, columns = self.needed(k, new), self.columns[k]
             first = subpool.lifetime.first_needed(new) // subpool.page_tokens
             filled = -(-self.length // subpool.page_tokens)
-            missing = len(needed - columns)
+            own = {self.length // subpool.page_tokens} if num_new_tokens == 1 else set()  # read in its step, then dead
+            missing = len((needed | own) - columns)
             spare = sum(filled <= column < first for column in columns)  # room that nothing will fill: used elsewhere
             fullest[k] += max(0, missing - spare)
             self.num_left[k] += sum(column < first for column in self.leased[k])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import zoo
 from models import CHUNK, CONFIGS, build
 from test_generate import MEMORY, NUM_NEW, Scramble, generate
 from test_loop import Loop, alone, prompt_of
@@ -94,6 +95,18 @@ def test_a_prompt_may_come_in_pieces(name: str) -> None:
             with torch.no_grad(), pool.step({sequence: part.shape[1]}) as cache:
                 pieces.append(model(part, cache=cache, **cache.inputs()).logits)
         torch.testing.assert_close(torch.cat(pieces, dim=1), stock, rtol=1e-3, atol=1e-3)
+
+
+def test_a_model_that_views_what_attention_gives() -> None:
+    """And not only reshapes it, which copies what is not contiguous."""
+    ids = torch.randint(1, 90, (1, 41), generator=torch.Generator().manual_seed(0))
+    options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 5, "do_sample": False}
+    model: Any = zoo.build("afmoe")
+    expected = model.generate(ids, **options)
+    model.set_attn_implementation("torch_uma")
+    for cache in (UnifiedCache(model, memory=MEMORY), None):
+        tokens = model.generate(ids, **options, prefill_chunk_size=20, cache=cache)
+        assert_same_tokens(model, tokens, expected, options["attention_mask"])
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "gemma2", "llama4", "deepseek_v3", "llama"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unittest
 from typing import Any
 
 import pytest
@@ -11,8 +12,7 @@ from transformers import BatchEncoding, GenerationConfig, LogitsProcessor, Logit
 from transformers.generation.streamers import BaseStreamer
 
 import torch_uma
-from torch_uma import OutOfMemory, PlanError, SequenceError, ServingLoop, generate_batch
-from torch_uma.integrations.transformers import Event
+from torch_uma import Event, OutOfMemory, PlanError, SequenceError, ServingLoop, generate_batch
 
 torch.set_num_threads(1)
 
@@ -200,20 +200,41 @@ def test_what_does_not_go_together_is_refused() -> None:
         ({"input_ids": PROMPTS, "pixel_values": torch.ones(1)}, {}, SequenceError, "pixel_values"),
         ({"input_ids": PROMPTS, "attention_mask": [[1]]}, {}, SequenceError, "1 rows .* 5 prompts"),
         ({"input_ids": PROMPTS, "attention_mask": [[1]] * 5}, {}, SequenceError, r"\(1,\) for \(9,\)"),
-        ([PROMPTS[0], []], {}, SequenceError, "no tokens"),
+        ([PROMPTS[0], []], {}, SequenceError, r"inputs\[1\]: .* no tokens"),
         (["a", "b"], {}, SequenceError, "tokenizer"),
         (PROMPTS, {"seeds": [1, 2]}, SequenceError, "seeds= has 2 for 5"),
         (PROMPTS, {"priorities": [1]}, SequenceError, "priorities= has 1 for 5"),
+        (PROMPTS, {"seeds": 1.5}, SequenceError, "whole number"),
+        (PROMPTS, {"seeds": 1 << 64}, SequenceError, "below"),
+        (PROMPTS, {"seed": 1}, SequenceError, "seeds="),
+        (PROMPTS, {"priority": 1}, SequenceError, "priorities="),
+        (PROMPTS, {"priorities": 3}, SequenceError, "priorities= is a list with one for each prompt, not int"),
         (PROMPTS, {"streamers": [None]}, SequenceError, "streamers= has 1 for 5"),
+        (PROMPTS, {"streamers": Kept()}, SequenceError, "streamers= is a list with one for each prompt, not Kept"),
+        (PROMPTS, {"generation_config": {"top_k": 3}}, SequenceError, "one for each prompt, not dict"),
+        (PROMPTS, {"generation_config": [{}] * 5}, PlanError, "GenerationConfig, not dict"),
+        (PROMPTS[0], {}, SequenceError, r"inputs\[0\]: .* a single prompt of a batch stands in a list"),
+        (torch.tensor([[1, 2], [3, 256]]), {}, SequenceError, "row 1 .* padded with token 256"),
         (PROMPTS, {"generation_config": [None]}, SequenceError, "generation_config= has 1 for 5"),
         (PROMPTS, {"num_return_sequences": 0}, SequenceError, "at least 1"),
         (PROMPTS, {"num_return_sequences": 2, "streamers": [None] * 5}, SequenceError, "several answers"),
         (PROMPTS, {"num_beams": 3}, PlanError, "num_beams"),
-        (PROMPTS, {"max_new_tokens": 9000}, OutOfMemory, "asked for"),
+        (PROMPTS, {"max_new_tokens": 9000}, OutOfMemory, r"inputs\[0\]: .*9 tokens and 9000 new ones .* bytes in all"),
     ]
     for inputs, options, error, message in refused:
         with pytest.raises(error, match=message):
             generate_batch(model, inputs, memory="200KiB", **{"max_new_tokens": 4, **options})
+    with pytest.raises(PlanError, match="AutoModelForCausalLM makes one"):
+        generate_batch(model.config, PROMPTS, memory="200KiB")
+
+
+def test_a_config_for_each_prompt_brings_no_warning_about_options_beside_it() -> None:
+    model = model_of("llama")
+    config = GenerationConfig(max_new_tokens=3, do_sample=True, num_return_sequences=2, pad_token_id=256)
+    with unittest.TestCase().assertNoLogs("transformers", "WARNING"):
+        many = generate_batch(model, PROMPTS[:2], [config, None], memory="1MiB")
+    assert [generation.prompt for generation in many] == [PROMPTS[0], PROMPTS[0], PROMPTS[1]]
+    assert config.num_return_sequences == 2
 
 
 def test_generate_batch_leaves_the_model_as_it_was() -> None:

@@ -10,11 +10,15 @@ import pathlib
 import re
 from collections.abc import Iterator
 from functools import cache
+from typing import Any
 
 import pytest
 import refusals
 import torch
-from compatibility import CELLS, KINDS, WAYS
+from compatibility import CELLS, KINDS, SERVED, WAYS
+from served import assert_all_free, assert_as_alone, model_of, prompt_of, tight_pool
+
+import torch_uma
 
 torch.set_num_threads(1)
 
@@ -148,6 +152,37 @@ def test_rows_columns_and_refusals_are_those_that_there_are() -> None:
     assert set(CELLS) == set(KINDS) and all(set(cells) <= ways for cells in CELLS.values())
     cells = [entry for cells in CELLS.values() for cell in cells.values() for entry in cell]
     assert {entry.rpartition("!")[2] for entry in cells if "!" in entry} == set(refusals.CASES)
+
+
+@pytest.mark.parametrize(("name", "attention", "host_memory"), SERVED)
+def test_a_batch_over_little_memory(name: str, attention: str, host_memory: int | str) -> None:
+    """With one round in flight, requests are retracted and get the tokens of `generate()`."""
+    model: Any = model_of(name, attention)
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24}
+    longest = torch_uma.plan(model, memory="1GiB", page_size=4).bytes_per_sequence(64)
+    pool = tight_pool(model, f"{1.9 * longest:.0f}")
+    prompts = [prompt_of(num_tokens) for num_tokens in (20, 24, 17, 31)]
+    loops: list[torch_uma.ServingLoop] = []
+    generations = torch_uma.generate_batch(
+        model,
+        prompts,
+        pool=pool,
+        max_running=4,
+        step_tokens=24,
+        host_memory=host_memory,
+        overlap=True,
+        on_event=lambda loop, event: loops.append(loop),
+        **options,
+    )
+    for generation in generations:
+        assert_as_alone(model, generation, **options)
+    stats = loops[0].scheduler.stats()
+    print(stats)
+    assert (stats.offloaded if host_memory else stats.dropped) > 0 or name in (
+        "deepseek_v4",
+        "mamba",
+    )  # that hardly grow
+    assert_all_free(pool)
 
 
 def test_the_page_says_what_is_so() -> None:

@@ -1,12 +1,14 @@
 """What the documents say of the code is so."""
 
+import asyncio
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_models import BUILDERS, build, prompts
+from tiny_models import BUILDERS, build, prompts, tokenizer
 
 import torch_uma
 
@@ -56,7 +58,9 @@ def test_what_the_readme_does_with_a_model(name):
     assert given["cache"].get_seq_length() > 9
     run_block("README.md", 1, **given)
     assert model.config._attn_implementation == "torch_uma"
-    given = run_block("README.md", 2, **given)
+    given = run_block("README.md", 2, tokenizer=tokenizer(), prompts=[[1, 2, 3], [4, 5]], **given)
+    assert given["generation"].prompt == [4, 5] and len(given["generation"].tokens) == 64
+    given = run_block("README.md", 3, **given)
     assert given["branch"].pool.closed and given["logits"].shape[1] == 1
 
 
@@ -127,7 +131,7 @@ def test_what_the_usage_page_does_to_speculate(name):
 
 
 def test_the_readme_makes_a_pool_without_a_model_library():
-    pool = run_block("README.md", 3)["pool"]
+    pool = run_block("README.md", 4)["pool"]
     assert isinstance(pool, torch_uma.CachePool)
     assert [subpool.name for subpool in pool.plan.subpools] == ["state", "window_128", "full"]
 
@@ -138,11 +142,76 @@ def test_the_simulation_of_its_page_runs(capsys):
 
 
 @pytest.mark.parametrize("name", BUILDERS)
+def test_what_the_serving_page_does_with_a_list_of_prompts(name, capsys):
+    model, words = build(name, attention="eager"), tokenizer()
+    texts = ["Who is there?", "It is me.", "Well"]
+    given = {"model": model, "tokenizer": words, "texts": texts, "memory": "2MiB"}
+    for generation in run_block("docs/serving.md", 0, **given)["generations"]:
+        alone = model.generate(torch.tensor([generation.prompt]), do_sample=False, max_new_tokens=20)
+        assert [*generation.prompt, *generation.tokens] == alone[0].tolist()
+    chats = [[{"role": "user", "content": text}] for text in texts]
+    asked = words.apply_chat_template(chats, add_generation_prompt=True, return_dict=True)
+    assert len(torch_uma.generate_batch(model, asked, memory="2MiB", max_new_tokens=2)) == 3
+    capsys.readouterr()
+    prompts = [words(text).input_ids for text in texts]
+    short, long = run_block("docs/serving.md", 1, prompts=prompts, **given)["generations"]
+    assert (len(short.tokens), len(long.tokens)) == (10, 20)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 30 and lines.count(f"{short.prompt[:3]} has ended: length") == 1
+
+
+def test_what_the_serving_page_does_as_prompts_come(capsys):
+    words = tokenizer()
+    asked = {"model": build("qwen3_next"), "memory": "2MiB", "prompts": [[1, 2, 3], [4, 5, 6, 7]]}
+    unwanted = run_block("docs/serving.md", 2, **asked)["unwanted"]
+    assert (len(unwanted.tokens), unwanted.finish_reason) == (5, "cancelled")
+    assert "first [" in capsys.readouterr().out
+    given = run_block("docs/serving.md", 3)
+    options = {"memory": "2MiB", "page_size": 4}
+    thread = threading.Thread(target=given["drive"], args=(asked["model"], given["calls"]), kwargs=options)
+    thread.start()
+    cancelled = []
+
+    async def told(text, most):
+        tokens = []
+        stream = given["stream"](given["calls"], words(text).input_ids, max_new_tokens=12)
+        async for token in stream:
+            tokens.append(token)
+            if len(tokens) == most:
+                break
+        await stream.aclose()
+        return tokens
+
+    async def serve():
+        answers = await asyncio.gather(told("Who?", 12), told("Me.", 3), told("Well", 12))
+        with pytest.raises(torch_uma.OutOfMemory, match="longer than"):
+            await told("long" * 9999, 1)
+        given["calls"].put(lambda loop: cancelled.append(loop.scheduler.stats().cancelled))
+        return answers
+
+    try:
+        answers = asyncio.run(serve())
+    finally:
+        given["calls"].put(None)
+        thread.join()
+    for text, answer, number in zip(("Who?", "Me.", "Well"), answers, (12, 3, 12)):
+        alone = torch_uma.generate_batch(asked["model"], words([text]), max_new_tokens=number, memory="2MiB")[0]
+        assert answer == alone.tokens
+    assert cancelled in ([0], [1])  # whether the step that gave the last tokens was faster
+
+
+def test_what_the_serving_page_asks_of_memory(capsys):
+    given = run_block("docs/serving.md", 5, model=build("gpt_oss"), memory="1MiB")
+    assert given["need"] and set(given["need"].bytes) == {"window_24", "full"}
+    assert "70 tokens need" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", BUILDERS)
 def test_the_loop_of_the_serving_page_is_a_whole_one(name):
     model = build(name, attention="eager")
     asked = [prompts((length,), seed=length)["input_ids"] for length in (5, 17, 40, 3, 5, 9)]
     given = {"model": model, "prompts": [each[0].tolist() for each in asked], "end_token": 7}
-    given = run_block("docs/serving.md", 0, memory="80KiB" if name == "gpt_oss" else "160KiB", **given)
+    given = run_block("docs/serving.md", 4, memory="80KiB" if name == "gpt_oss" else "160KiB", **given)
     assert not any(subpool.live_pages for subpool in given["pool"].stats().subpools)
     for prompt, text in zip(asked, given["texts"].values(), strict=True):
         alone = model.generate(prompt, do_sample=False, max_new_tokens=20, eos_token_id=7)

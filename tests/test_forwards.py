@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_uma
 from torch_uma import ServingLoop
-from torch_uma.integrations.transformers.compiled import filled_size, most_fillers
+from torch_uma.integrations.transformers.serving.compiled import filled_size, most_fillers
 
 torch.set_num_threads(1)
 

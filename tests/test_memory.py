@@ -39,6 +39,13 @@ def test_no_amount_of_bytes(memory: object) -> None:
         parse_bytes(memory)
 
 
+def test_what_may_be_nothing() -> None:
+    assert [parse_bytes(memory, least=0) for memory in (0, "0", "0GiB", "1KiB")] == [0, 0, 0, 1024]
+    for memory in (-1, "-1", None, "lots"):
+        with pytest.raises(PlanError, match="host_memory="):
+            parse_bytes(memory, name="host_memory", least=0)
+
+
 @pytest.mark.parametrize("fraction", [0.0, -0.5, 1.01, float("nan")])
 def test_no_fraction(fraction: float) -> None:
     with pytest.raises(PlanError, match="fraction"):

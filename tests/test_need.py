@@ -27,9 +27,7 @@ def fullest_pages(subpool: SubPool, last: int) -> int:
     page_tokens, most, held = subpool.page_tokens, 0, set[int]()
     for length in range(1, last + 1):
         needed = subpool.lifetime.first_needed(length) // page_tokens
-        taken = (length - 1) // page_tokens
-        if taken >= needed:  # it outlives the step
-            held.add(taken)
+        held.add((length - 1) // page_tokens)  # a token's own step reads it
         most = max(most, len(held))
         held = {page for page in held if page >= needed}
     return most

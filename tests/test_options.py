@@ -13,7 +13,7 @@ from models import build
 from transformers import GenerationConfig, TextStreamer, WatermarkingConfig
 
 from torch_uma.errors import PlanError
-from torch_uma.integrations.transformers.options import resolve
+from torch_uma.integrations.transformers.serving.options import resolve
 
 MODEL = build("llama")
 
@@ -30,13 +30,13 @@ MODEL = build("llama")
         ("prompt_lookup_num_tokens", 4, "torch_uma.speculate"),
         ("assistant_early_exit", 1, "call"),
         ("token_healing", True, "before it is submitted"),
-        ("output_scores", True, "log probabilities"),
-        ("output_logits", True, "log probabilities"),
+        ("output_scores", True, "logprobs=True"),
+        ("output_logits", True, "logprobs=True"),
         ("output_attentions", True, "call"),
         ("output_hidden_states", True, "call"),
         ("assistant_model", MODEL, "call"),
         ("custom_generate", print, "call"),
-        ("streamer", TextStreamer, "as they come"),
+        ("streamer", TextStreamer, "streamers=, one for each"),
         ("cache", object(), "pool"),
         ("past_key_values", object(), "pool"),
         ("cache_implementation", "static", "pool"),
@@ -56,6 +56,8 @@ def test_what_a_config_asks_for_is_refused_as_well() -> None:
     for config in (GenerationConfig(num_beams=4), GenerationConfig(num_beams=2, do_sample=True)):
         with pytest.raises(PlanError, match="num_beams"):
             resolve(MODEL, [1], config)
+    with pytest.raises(PlanError, match=r"not dict; GenerationConfig\(\*\*options\) makes"):
+        resolve(MODEL, [1], {"max_new_tokens": 3})  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="contrastive search is not served"):
         resolve(MODEL, [1], GenerationConfig(penalty_alpha=0.6, top_k=4))
     with pytest.raises(PlanError, match="'bad'.* there is no tokenizer; give tokenizer="):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,8 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, TemperatureLogitsWarper
 
 from torch_uma.errors import ProcessorError, SequenceError
-from torch_uma.integrations.transformers.options import resolve
-from torch_uma.integrations.transformers.sampling import choose
+from torch_uma.integrations.transformers.serving.options import resolve
+from torch_uma.integrations.transformers.serving.sampling import choose
 
 MODEL = build("llama")
 
@@ -143,6 +144,24 @@ def test_a_processor_that_raises_is_named_before_any_token_is_drawn() -> None:
     with pytest.raises(ProcessorError, match="vocabulary size is 100") as raised:
         choose([far, asked({}), far], torch.randn(3, 100))
     assert raised.value.rows == (0, 2)
+
+
+@pytest.mark.parametrize(("made", "what"), [(lambda scores: None, "NoneType"), (lambda scores: scores[:, :9], "9")])
+def test_a_processor_that_makes_no_scores_is_named(made: Callable[[Tensor], Any], what: str) -> None:
+    class Wrong(LogitsProcessor):
+        def __call__(self, input_ids: Tensor, scores: Tensor) -> Any:
+            return made(scores)
+
+    generators = [torch.Generator().manual_seed(1), None]
+    before = generators[0].get_state()
+    with pytest.raises(ProcessorError, match=rf"rows \[1\] failed: .*{what}") as raised:
+        choose(
+            [asked({"do_sample": True}), asked({"logits_processor": [Wrong()]})],
+            torch.randn(2, 260),
+            [None, [1]],
+            generators,
+        )
+    assert raised.value.rows == (1,) and torch.equal(generators[0].get_state(), before)
 
 
 def test_rows_that_do_not_match_and_missing_texts_are_refused() -> None:

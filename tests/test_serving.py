@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from transformers.generation.stopping_criteria import StoppingCriteria
 
 import torch_uma
-from torch_uma import CachePool, ClosedError, OutOfMemory, PlanError, SequenceError, ServingLoop
+from torch_uma import CachePool, ClosedError, OutOfMemory, PlanError, SequenceError, ServingLoop, ThreadError
 from torch_uma.scheduling import Costs
 
 torch.set_num_threads(1)
@@ -181,6 +182,87 @@ class Fails(StoppingCriteria):
         raise ArithmeticError("a criterion of mine")
 
 
+class Interrupted(BaseException):
+    pass
+
+
+class Acts(StoppingCriteria):
+    """Does something at a length of the text, once, and ends nothing."""
+
+    def __init__(self, num_tokens: int, action: Callable[[], Any]) -> None:
+        self.num_tokens, self.action, self.is_done = num_tokens, action, False
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        if input_ids.shape[1] == self.num_tokens and not self.is_done:
+            self.is_done = True
+            self.action()
+        return torch.tensor([False])
+
+
+def raises(error: BaseException) -> Callable[[], Any]:
+    def act() -> None:
+        raise error
+
+    return act
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_criterion_may_cancel_or_raise_behind_the_token_that_it_has_seen(overlap: bool) -> None:
+    model = model_of("llama")
+    loop = ServingLoop(model, memory="1MiB", max_running=8, overlap=overlap)
+    generations: list[torch_uma.Generation] = []
+    for action in (lambda: loop.cancel(generations[0]), raises(ArithmeticError())):
+        criteria = StoppingCriteriaList([Acts(7 + 4, action)])
+        generations.append(loop.submit(prompt_of(7), stopping_criteria=criteria, max_new_tokens=4, **GREEDY))
+    events = run(loop)
+    expected = alone(model, prompt_of(7), max_new_tokens=4, **GREEDY)
+    for generation, reason in zip(generations, ("cancelled", "error"), strict=True):
+        told = [event for event in events if event.generation is generation]
+        assert [event.tokens for event in told] == [*([token] for token in expected), []]
+        assert [event.finish_reason for event in told] == [None] * 4 + [reason]
+        assert generation.finish_reason == reason and generation.tokens == expected
+    loop.close()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_is_interrupted_while_tokens_are_chosen_or_read_goes_on_from_there(overlap: bool) -> None:
+    """Tokens that others had drawn in that step are drawn again, from the same numbers."""
+    model = model_of("llama")
+    loop = ServingLoop(model, memory="1MiB", max_running=24, step_tokens=64, overlap=overlap)
+    options = SAMPLED | {"max_new_tokens": 12, "logprobs": True}
+    pending = [Interrupted()]
+
+    def interrupt_once() -> None:
+        if pending:
+            raise pending.pop()
+
+    actions: list[dict[str, Any]] = [
+        {},
+        {"stopping_criteria": StoppingCriteriaList([Acts(LENGTHS[1] + 3, raises(Interrupted()))])},
+        {},
+        {"logits_processor": LogitsProcessorList([Act(LENGTHS[3] + 5, interrupt_once)])},
+    ]
+    generations = [
+        loop.submit(prompt_of(length), seed=length, **options, **acts) for length, acts in zip(LENGTHS, actions)
+    ]
+    num_raised, num_steps = 0, 0
+    while loop:
+        if num_steps < 12:  # whose prompt comes before the forward of the others, in the same round
+            generations.append(loop.submit(prompt_of(5), seed=5, **options))
+        try:
+            loop.step()
+        except Interrupted:
+            num_raised += 1
+        loop.pool.check()
+        num_steps += 1
+        assert num_steps < 200
+    assert num_raised == 2
+    for generation in generations:
+        assert generation.logprobs is not None and len(generation.logprobs) == 12
+        assert_as_alone(model, generation, len(generation.prompt), **SAMPLED, max_new_tokens=12)
+    loop.close()
+
+
 def test_each_ends_as_its_options_say() -> None:
     model, words = model_of("llama"), tokenizer()
     loop = ServingLoop(model, memory="1MiB", max_running=8, tokenizer=words, overlap=True)
@@ -209,10 +291,6 @@ def test_each_ends_as_its_options_say() -> None:
     assert isinstance(generations[5].error, ArithmeticError)
     assert str(generations[0]) == f"Generation(11 + {num_tokens[0]} tokens, stop)"
     loop.close()
-
-
-class Interrupted(BaseException):
-    pass
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -283,7 +361,7 @@ def test_what_cannot_be_served_is_refused_and_nothing_changes() -> None:
         with pytest.raises(error, match=message):
             loop.submit(prompt, **{"max_new_tokens": 5, **options})
     roomy = ServingLoop(model, pool=pool, max_running=4)
-    with pytest.raises(OutOfMemory, match="asked for"):
+    with pytest.raises(OutOfMemory, match="5 tokens and 5000 new ones is longer than the 197"):
         roomy.submit(prompt_of(5), max_new_tokens=5000)
     assert not loop and len(loop) == 0 and loop.scheduler.stats().submitted == 0
     loop.close()
@@ -301,6 +379,7 @@ def test_a_loop_that_cannot_be_is_refused() -> None:
     pool = tight_pool(llama, "200KiB")
     refused: list[tuple[Callable[[], Any], str]] = [
         (lambda: ServingLoop(llama, pool=pool, memory="1MiB"), "pool= has its memory"),
+        (lambda: ServingLoop(llama, pool=pool.plan), "a CachePool of this model, not Plan"),
         (lambda: ServingLoop(model_of("gpt_oss"), pool=pool), "another model"),
         (lambda: ServingLoop(llama.model, memory="1MiB"), "can generate"),
         (lambda: ServingLoop(model_of("unlimited_ocr_text", "eager"), memory="1MiB"), "unlimited_ocr .* prompt"),
@@ -340,6 +419,37 @@ def test_what_others_hold_is_waited_for_by_an_error() -> None:
     run(loop)
     assert_as_alone(model, generation, max_new_tokens=20, **GREEDY)
     loop.close()
+
+
+def test_another_thread_can_do_nothing_and_changes_nothing() -> None:
+    model = model_of("llama")
+    loop = ServingLoop(model, memory="1MiB", max_running=2, overlap=True)
+    generation = loop.submit(prompt_of(9), max_new_tokens=5, **GREEDY)
+    loop.step()
+    acts = (loop.step, loop.close, lambda: loop.cancel(generation), lambda: loop.submit(prompt_of(3)))
+    with ThreadPoolExecutor(1) as thread:
+        for act in acts:
+            with pytest.raises(ThreadError):
+                thread.submit(act).result()
+    run(loop)
+    assert generation.finish_reason == "length"
+    loop.close()
+    assert loop.pool.closed
+
+
+def test_a_pool_that_is_closed_takes_its_generations_with_it() -> None:
+    model = model_of("llama")
+    pool = tight_pool(model, "110KiB")
+    loop = ServingLoop(model, pool=pool, max_running=2, overlap=True)
+    generations = submit_all(loop)
+    for _ in range(5):
+        loop.step()
+    pool.close()
+    with pytest.raises(ClosedError, match="pool was closed"):
+        loop.step()
+    loop.close()
+    assert all(generation.finish_reason == "cancelled" for generation in generations)
+    assert not loop
 
 
 def test_a_loop_that_is_closed_early_gives_all_memory_back() -> None:
@@ -423,13 +533,23 @@ def test_states_and_fillers_in_compiled_steps() -> None:
     torch.compiler.reset()
 
 
-def test_where_fillers_find_no_room_a_step_runs_as_it_is(compiled_lightly: list[int]) -> None:
+@pytest.mark.parametrize("max_sequences", [5, 16])
+def test_where_fillers_find_no_room_a_step_runs_as_it_is(
+    max_sequences: int, compiled_lightly: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No row, or no page: the pool is as full as it gets."""
     model = model_of("llama")
-    pool = CachePool(model, memory="70KiB", page_size=4, max_sequences=3)
-    loop = ServingLoop(model, pool=pool, max_running=3, compile=True)
-    generations = submit_all(loop, (30, 7, 9))
-    run(loop)
+    pool = CachePool(model, memory="70KiB", page_size=4, max_sequences=max_sequences)
+    loop = ServingLoop(model, pool=pool, max_running=5, compile=True)
+    generations = submit_all(loop, (9, 7, 5), max_new_tokens=12)
+    num_rows: list[int] = []
+    step = CachePool.step
+    monkeypatch.setattr(CachePool, "step", lambda *given: num_rows.append(len(given[1])) or step(*given))
+    run(loop, scrambled=False)
     for generation in generations:
-        assert_as_alone(model, generation, max_new_tokens=20, **GREEDY)
+        assert_as_alone(model, generation, max_new_tokens=12, **GREEDY)
+    print(num_rows)
+    assert num_rows.count(3) > (0 if max_sequences > 5 else 10)
+    assert (4 in num_rows) is (max_sequences > 5)
     loop.close()
     assert_all_free(pool)

@@ -13,8 +13,8 @@ from models import build
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import MaxLengthCriteria, PreTrainedTokenizerFast, StopStringCriteria
 
-from torch_uma.integrations.transformers.options import resolve
-from torch_uma.integrations.transformers.stopping import Stopping, stop_strings
+from torch_uma.integrations.transformers.serving.options import resolve
+from torch_uma.integrations.transformers.serving.stopping import Stopping, stop_strings
 
 MODEL = build("llama")
 PARTS = ["".join(letters) for size in (1, 2, 3) for letters in itertools.product("abcdef", repeat=size)][:256]

@@ -10,8 +10,8 @@ from served import assert_all_free, model_of, tight_pool
 
 import torch_uma
 from torch_uma.errors import PlanError, SequenceError
-from torch_uma.integrations.transformers import trial
-from torch_uma.integrations.transformers.traits import traits_of
+from torch_uma.integrations.transformers.serving import trial
+from torch_uma.integrations.transformers.serving.traits import traits_of
 
 torch.set_num_threads(1)
 

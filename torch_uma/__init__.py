@@ -30,6 +30,7 @@ from torch_uma.stats import Stats
 if TYPE_CHECKING:
     from torch_uma import simulate, testing
     from torch_uma.integrations.transformers import (
+        Event,
         Generation,
         ServingLoop,
         UnifiedCache,
@@ -44,6 +45,7 @@ __all__ = [
     "CachePool",
     "Chunk",
     "ClosedError",
+    "Event",
     "Full",
     "Generation",
     "GradientError",
@@ -81,6 +83,6 @@ def __getattr__(name: str) -> Any:
     """Import what costs time, or another library, when it is first asked for."""
     if name in ("simulate", "testing"):
         return importlib.import_module(f"torch_uma.{name}")
-    if name in ("Generation", "ServingLoop", "UnifiedCache", "generate_batch", "speculate"):
+    if name in ("Event", "Generation", "ServingLoop", "UnifiedCache", "generate_batch", "speculate"):
         return getattr(importlib.import_module("torch_uma.integrations.transformers"), name)
     raise AttributeError(f"module 'torch_uma' has no attribute {name!r}")

@@ -15,19 +15,22 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _FORMS = 'give bytes (2147483648) or text ("2GiB", "512MiB", "1.5GB")'
 
 
-def parse_bytes(memory: Any) -> int:
-    """Bytes of an integer or of text such as "2GiB"; PlanError for anything else and for what is not positive."""
+def parse_bytes(memory: Any, *, name: str = "memory", least: int = 1) -> int:
+    """Bytes of an integer or of text such as "2GiB"; PlanError for anything else and for less than `least`, 0 or 1.
+
+    `name` is what errors call it.
+    """
     if isinstance(memory, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", memory)
         if match is None or match[2].upper() not in _UNITS:
-            raise PlanError(f"memory={memory!r} is not an amount of memory; {_FORMS}")
+            raise PlanError(f"{name}={memory!r} is not an amount of memory; {_FORMS}")
         num_bytes = int(float(match[1]) * _UNITS[match[2].upper()])
     elif isinstance(memory, (int, np.integer)) and not isinstance(memory, bool):
         num_bytes = int(memory)
     else:
-        raise PlanError(f"memory={memory!r} is not an amount of memory in bytes; {_FORMS}")
-    if num_bytes < 1:
-        raise PlanError(f"memory={memory!r} is not positive; {_FORMS}")
+        raise PlanError(f"{name}={memory!r} is not an amount of memory in bytes; {_FORMS}")
+    if num_bytes < least:
+        raise PlanError(f"{name}={memory!r} is {'negative' if num_bytes < 0 else 'not positive'}; {_FORMS}")
     return num_bytes
 
 

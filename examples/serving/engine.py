@@ -16,8 +16,7 @@ from serving.call import Answer, Call, Piece
 from serving.errors import ApiError
 from serving.metrics import Metrics
 from serving.text import Text
-from torch_uma import Generation, ServingLoop, TorchUmaError
-from torch_uma.integrations.transformers import Event
+from torch_uma import Event, Generation, ServingLoop, TorchUmaError
 
 REPORT_SECONDS = 0.1  # at least, while steps follow one another
 RETRY_SECONDS = 1

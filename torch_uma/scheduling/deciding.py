@@ -132,7 +132,8 @@ class _Draft:
         if victims is None:
             raise self._out_of_memory((stages - self._shares(candidates).sum(axis=0)).max(axis=0))
         self._retract(victims)
-        assert self._take_chunks()
+        has_taken = self._take_chunks()
+        assert has_taken, "the first of them fits with its least chunk"
 
     def _take_chunks(self) -> bool:
         for chunks in self._chunkings():
@@ -202,6 +203,8 @@ class _Draft:
                     f"{request!r} needs one of the {len(self._now.books.length)} rows of the pool, and others use them "
                     "all; free a sequence, or make the pool with a larger max_sequences"
                 )
+            if self._num_places < 1 and not self._less_important(request):
+                return
             num_stages = self._num_sure if is_alone else len(self._stages)
             left = request.max_tokens - request.num_tokens
             count = 0
@@ -239,11 +242,7 @@ class _Draft:
 
     def _preempt(self, request: Request, stages: Int64Array) -> bool:
         """Make room for it at the cost of less important ones, where that is possible."""
-        candidates = [
-            other
-            for other in (*self._now.decoding.requests, *self._prompts)
-            if other.priority < request.priority and other.rank > request.rank and other not in self._victims
-        ]
+        candidates = self._less_important(request)
         if not candidates:
             return False
         at_least = 1 if self._num_places < 1 else 0
@@ -253,6 +252,16 @@ class _Draft:
         self._retract(victims)
         self._num_preempted += len(victims)
         return True
+
+    def _less_important(self, request: Request) -> list[Request]:
+        """Those whose place it may take."""
+        decoding = self._now.decoding
+        places = np.flatnonzero(decoding.priorities < request.priority).tolist()
+        return [
+            other
+            for other in (*(decoding.requests[place] for place in places), *self._prompts)
+            if other.priority < request.priority and other.rank > request.rank and other not in self._victims
+        ]
 
     def _is_behind_victims(self, request: Request) -> bool:
         return any(victim.rank < request.rank for victim in self._victims)

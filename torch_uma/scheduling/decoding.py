@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from itertools import compress
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +32,7 @@ class Decoding:
         rows: [n] int64, their rows in the pool's tables.
         last_rounds: [n] int64, the round that gives each its last token.
         first_end: the least of these; no round if nobody decodes.
+        priorities: [n] int64, as submitted.
     """
 
     def __init__(self, pool: CachePool, clock: Clock) -> None:
@@ -40,7 +43,7 @@ class Decoding:
         self._batch: Batch | None = None
         self.requests: tuple[Request, ...] = ()
         self.rows: Int64Array = np.zeros(0, np.int64)
-        self.last_rounds = self._ahead = self.rows
+        self.last_rounds = self.priorities = self._ahead = self.rows
         self.first_end = NEVER
         self._samples = np.zeros(0, np.bool_)
 
@@ -70,24 +73,29 @@ class Decoding:
         if not joining and not leaving:
             return
         if leaving:
-            stays = np.array([request not in leaving for request in self.requests], np.bool_)
-            self.requests = tuple(request for request in self.requests if request not in leaving)
-            self.rows, self.last_rounds, self._ahead = self.rows[stays], self.last_rounds[stays], self._ahead[stays]
+            stays = [request not in leaving for request in self.requests]
+            self.requests = tuple(compress(self.requests, stays))
+            self._select(np.array(stays, np.bool_))
         if joining:
             now = self._clock.round
-            new = np.array([(_row(r), now + r.max_tokens - r.num_tokens, r.num_tokens - 1 - now) for r in joining])
-            old = np.stack([self.rows, self.last_rounds, self._ahead])
-            self.rows, self.last_rounds, self._ahead = np.concatenate([old, new.T.astype(np.int64)], axis=1)
+            new = [(_row(r), now + r.max_tokens - r.num_tokens, r.priority, r.num_tokens - 1 - now) for r in joining]
+            old = np.stack([self.rows, self.last_rounds, self.priorities, self._ahead])
+            columns = np.concatenate([old, np.array(new, np.int64).T], axis=1)
+            self.rows, self.last_rounds, self.priorities, self._ahead = columns
             self.requests += tuple(joining)
         books = self._pool.sequences
         if books.lifespans.states and len(self.rows) > 1:
             cells = books.tables.origin[books.lifespans.states[0], self.rows]
             order = slot_order(books.allocator.v2p[books.tables.mirror[cells]].astype(np.int64))
-            self.requests = tuple(self.requests[place] for place in order.tolist())
-            self.rows, self.last_rounds, self._ahead = self.rows[order], self.last_rounds[order], self._ahead[order]
+            self.requests = itemgetter(*order.tolist())(self.requests)
+            self._select(order)
         self._batch = None
         self.first_end = int(self.last_rounds.min(initial=NEVER))
         self._samples = np.ones(len(self.rows), np.bool_)
+
+    def _select(self, chosen: npt.NDArray[Any]) -> None:
+        self.rows, self.last_rounds = self.rows[chosen], self.last_rounds[chosen]
+        self.priorities, self._ahead = self.priorities[chosen], self._ahead[chosen]
 
     def check_launched(self) -> None:
         """Raise SequenceError if a forward of the last round has not been run."""

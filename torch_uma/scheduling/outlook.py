@@ -6,6 +6,8 @@ forwards count as one; the others are decode steps. A request's share is what it
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 
 from torch_uma.books import Sequences
@@ -26,6 +28,9 @@ class Outlook:
         self._plan = plan
         self._lifespans = lifespans
         self._page_tokens: list[int] = lifespans.page_tokens.tolist()
+        # Whoever waits is asked about in every round.
+        self._fresh = lru_cache(maxsize=256)(self._share_of_fresh)
+        self._restored = lru_cache(maxsize=256)(self._share_of_restored)
 
     def none(self) -> Int64Array:
         """The share of nobody."""
@@ -68,7 +73,14 @@ class Outlook:
         return share
 
     def fresh(self, num_tokens: int, num_run: int, left: int) -> Int64Array:
-        """The share of a request that is given room for `num_tokens`, and runs `num_run` of them."""
+        """The share of a request that is given room for `num_tokens`, and runs `num_run` of them; not to be changed."""
+        return self._fresh(num_tokens, num_run, min(left, int(self.steps[-1])))
+
+    def restored(self, num_tokens: int, left: int) -> Int64Array:
+        """The share of a request that gets back what it had, and decodes from this round on; not to be changed."""
+        return self._restored(num_tokens, min(left, int(self.steps[-1])))
+
+    def _share_of_fresh(self, num_tokens: int, num_run: int, left: int) -> Int64Array:
         held = np.array(self._plan.demand(num_tokens), np.int64)
         share = np.repeat(held[None], 1 + len(self.steps), axis=0)
         np.maximum(share[0], self.fullest(0, num_run), out=share[0])
@@ -80,8 +92,7 @@ class Outlook:
             share[1:] = reach - self._lifespans.first_needed_page(every, run)
         return share
 
-    def restored(self, num_tokens: int, left: int) -> Int64Array:
-        """The share of a request that gets back what it had, and decodes from this round on."""
+    def _share_of_restored(self, num_tokens: int, left: int) -> Int64Array:
         share = self.none()
         share[0] = self._plan.demand(num_tokens)
         for stage, step in enumerate(np.minimum(self.steps, left).tolist(), 1):

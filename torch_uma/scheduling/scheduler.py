@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 
 from torch_uma.counts import whole
-from torch_uma.errors import PlanError, SequenceError
+from torch_uma.errors import OutOfMemory, PlanError, SequenceError
 from torch_uma.memory import parse_bytes
 from torch_uma.placement import Quote
-from torch_uma.refusal import out_of_memory
+from torch_uma.pool import CachePool
 from torch_uma.scheduling.costs import Costs
 from torch_uma.scheduling.deciding import Chunk, Decision, Limits, Standing, decide
 from torch_uma.scheduling.decoding import Decoding
@@ -27,16 +27,23 @@ from torch_uma.scheduling.request import Clock, Request
 from torch_uma.scheduling.round import Forward, Round
 from torch_uma.scheduling.waiting import Waiting
 
-if TYPE_CHECKING:
-    from torch_uma.pool import CachePool
-
-
 _MOST_PRIORITY = 1 << 31
 
 
 @dataclass(kw_only=True)
 class SchedulerStats:
-    """What a scheduler has done so far, in numbers of requests, tokens, rounds and bytes."""
+    """What a scheduler has done so far.
+
+    Attributes:
+        rounds: that were scheduled, empty ones included.
+        submitted, finished, cancelled: requests.
+        dropped, offloaded: how often a request was retracted, by way; `preempted` of them for a more important one.
+        resumed: how often one that was offloaded came back.
+        prompt_tokens: that forwards were asked for as prompts, texts that are run again included.
+        new_tokens: that forwards were asked for. Rounds that were abandoned count in both.
+        recomputed_tokens: that were in memory when their request was dropped, and so have to be run again.
+        host_bytes, host_bytes_peak: of host memory that offloaded requests take now, and took at most.
+    """
 
     rounds: int = 0
     submitted: int = 0
@@ -58,9 +65,14 @@ class Scheduler:
 
     `submit` requests; then, round for round, `schedule()`, run the forwards of the round, and `complete()` it with
     those that came to their end. To overlap, schedule and launch the next round before the last one is completed.
+    docs/serving.md has a whole loop. What it takes and gives (Request, Round, Forward, Need, Costs, SchedulerStats) is
+    in `torch_uma.scheduling`. It is true while a request is not finished; its length is how many are not.
+
+    A request is **retracted** when memory is short or a more important one needs it: taken out of memory, and served on
+    later. It is dropped, and then its text so far is run again as its prompt, or offloaded, and then copied back.
 
     Args:
-        pool: whose memory is given out; others may use it too.
+        pool: a CachePool, whose memory is given out; others may use it too.
         max_running: requests in memory at once; by default as many as the pool has rows, and `step_tokens` allow.
         step_tokens: tokens of all forwards of a round. Who decodes takes one each; prompts come in chunks of the rest.
         max_request_tokens: the longest request, prompt and answer, that is taken; by default what the pool can hold.
@@ -68,10 +80,15 @@ class Scheduler:
         packed: whether a forward may be over requests with unequally many new tokens: attention "torch_uma", no states.
         even: whether a forward must be over requests of one length.
         reserve_steps: after `schedule()`, so many decode steps of all who run, this round's included, are sure to fit.
-        headroom_steps: who is admitted beside others leaves room for so many.
-        host_memory: bytes, or "4GiB", that may be used for requests that are retracted; 0: they are recomputed.
-        costs: what decides between the two.
+        headroom_steps: who is admitted beside others leaves room for so many decode steps of all.
+        host_memory: bytes, or "4GiB", that may be used for requests that are retracted; 0: all of them are dropped.
+        costs: how long it takes to compute a token and to copy a byte, which decides who is dropped and who is
+            offloaded; may be set later as well.
         patience_rounds: so many rounds of waiting count as one priority more.
+
+    Attributes:
+        pool, costs: as given.
+        max_request_tokens: the longest request, prompt and answer, that `submit` takes.
 
     Raises PlanError for numbers that make no sense, and for a pool that cannot hold one request.
     """
@@ -92,6 +109,10 @@ class Scheduler:
         costs: Costs | None = None,
         patience_rounds: int = 1024,
     ) -> None:
+        if not isinstance(pool, CachePool):
+            raise PlanError(
+                f"a scheduler is over a CachePool, not {type(pool).__name__}; CachePool(model, memory=...) makes one"
+            )
         rows = pool.tables.num_rows
         step_tokens = whole(step_tokens, "step_tokens of a scheduler", least=1, error=PlanError)
         if max_running is None:
@@ -114,7 +135,7 @@ class Scheduler:
         self._limits = Limits(
             max_running=max_running,
             step_tokens=step_tokens,
-            host_bytes=0 if host_memory == 0 else parse_bytes(host_memory),
+            host_bytes=parse_bytes(host_memory, name="host_memory", least=0),
             is_chunked=not restarted if chunked is None else chunked,
             num_reserved=reserve_steps,
         )
@@ -144,7 +165,10 @@ class Scheduler:
     # Ask
 
     def quote(self, num_prompt_tokens: int, max_new_tokens: int) -> Need:
-        """Say what a request would need at its fullest, whether it can ever be had, and whether its prompt fits now."""
+        """Say what a request would need at its fullest, whether it can ever be had, and whether its prompt fits now.
+
+        Changes nothing, and does not synchronise.
+        """
         self.pool.guard.enter()
         prompt, new = _lengths(num_prompt_tokens, max_new_tokens)
         fits_tables = prompt <= self.pool.tables.max_tokens
@@ -168,9 +192,11 @@ class Scheduler:
         return len(self._prompts) + len(self._through) + self._decoding.num_staying - num_leaving
 
     def __len__(self) -> int:
+        """Requests that are neither finished nor cancelled."""
         return self._num_unfinished
 
     def __bool__(self) -> bool:
+        """Whether there are any."""
         return self._num_unfinished > 0
 
     def stats(self) -> SchedulerStats:
@@ -181,6 +207,8 @@ class Scheduler:
 
     def submit(self, num_prompt_tokens: int, max_new_tokens: int, *, priority: int = 0, tag: Any = None) -> Request:
         """Take a request; the higher priority is served first, and may take the memory of a lower one.
+
+        `max_new_tokens` of it at most; `complete` says when it has ended before. `tag` is the caller's own.
 
         Raises SequenceError for lengths that make no sense or are beyond `max_request_tokens`, OutOfMemory for one that
         the arena could not hold if it were alone.
@@ -275,11 +303,12 @@ class Scheduler:
         """Take back the last round, as its forwards did not all succeed: nobody has got a token from it.
 
         Whoever was to get one is dropped and recomputed, as is whose state was left half written. The round counts as
-        completed. SequenceError for another round.
+        completed. Nothing happens to an empty round; SequenceError for another one.
         """
         self.pool.guard.enter()
-        if round:
-            self._check_own(round.forwards[0].requests[0])
+        if not round:
+            return
+        self._check_own(round.forwards[0].requests[0])
         if round.number != self._clock.round or round.number in (self._completed, *self._abandoned):
             raise SequenceError(f"round {round.number} is not the last one, {self._clock.round}, or it is completed")
         torn = self.pool.sequences.torn
@@ -473,14 +502,17 @@ class Scheduler:
 
     def _refuse(self, prompt: int, new: int) -> NoReturn:
         need = self._need(prompt + new)
+        most = self.max_request_tokens
+        what = f"a request of {prompt} tokens and {new} new ones is longer than the {most} that are taken"
         if not need.fits_empty:
-            raise out_of_memory(
-                self.pool.plan, self.pool.stats().free_bytes, self.pool.allocator.quote(list(need.pages.values()))
+            raise OutOfMemory(
+                f"{what}: {need}, and the whole arena has {self.pool.plan.arena_bytes:,}; ask for fewer new tokens, or "
+                "give the arena more memory",
+                self.pool.allocator.quote(list(need.pages.values())),
             )
         raise SequenceError(
-            f"a request of {prompt} tokens and {new} new ones is longer than the {self.max_request_tokens} that are "
-            "taken; ask for fewer new tokens, or make the scheduler with a larger max_request_tokens and the pool with "
-            "larger max_tokens"
+            f"{what}; ask for fewer new tokens, or raise what limits it: max_request_tokens, the pool's max_tokens, or "
+            "the positions of the model"
         )
 
     def _longest(self, max_request_tokens: int | None) -> int:

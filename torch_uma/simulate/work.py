@@ -71,6 +71,15 @@ class Work:
             seconds += kind.num_layers * device.bound_s(kind.pair_flops * pairs, num_bytes)
         return seconds + self.num_launches * device.launch_s + device.forward_s
 
+    def cache_bytes(self, forward: Forward) -> float:
+        """Bytes of keys, values and states that a forward reads, each once."""
+        past, new = forward.starts, np.broadcast_to(np.asarray(forward.num_new_tokens, np.int64), forward.starts.shape)
+        num_bytes = len(new) * self.state_bytes
+        for kind in self.attention:
+            keys = past + new if kind.window is None else np.minimum(past, kind.window - 1) + new
+            num_bytes += kind.num_layers * kind.token_bytes * int(keys.sum())
+        return num_bytes
+
     def _expert_bytes(self, num_tokens: int) -> float:
         """Of the experts that `num_tokens` tokens choose, if each is as likely to be chosen as any other."""
         if not self.num_experts:

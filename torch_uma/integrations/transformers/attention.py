@@ -135,7 +135,7 @@ def attention(
             return result
         if s_aux is not None:
             sinks = s_aux.view(1, -1, 1, 1).expand(*query.shape[:3], 1)
-        return _plain(query, key, value, attention_mask, scale, softcap, sinks, position_bias), None
+        return _plain(query, key, value, attention_mask, scale, softcap, sinks, position_bias).contiguous(), None
     if dropout:
         raise SequenceError("attention over the arena has no dropout; call model.eval(), or pass use_cache=False")
     if torch.is_grad_enabled() and query.requires_grad:
@@ -153,11 +153,12 @@ def attention(
         attention_mask = None
     scores = Scores(scale, softcap or 0.0, s_aux, position_bias, attention_mask, query_sinks=sinks)
     if block_indices is not None:
-        return attend_blocks(torch_uma, module, query, (key, value), scores, block_indices), None
+        return attend_blocks(torch_uma, module, query, (key, value), scores, block_indices).contiguous(), None
     if indices is not None or torch_uma.places.stores[torch_uma.store.rows[0].layer].index is not None:
         scores = with_choice(torch_uma, scores, indices)
     attend = torch_uma.attend_latents if torch_uma.store.is_latent else torch_uma.attend
-    return attend(module, query, key, value, scores), None
+    # Some models view what they get as [rows, new, heads * value dim].
+    return attend(module, query, key, value, scores).contiguous(), None
 
 
 def _name(module: torch.nn.Module) -> str:

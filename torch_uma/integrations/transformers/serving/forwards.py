@@ -12,10 +12,10 @@ from torch import Tensor
 from torch_uma.arena import staged
 from torch_uma.batch import Batch
 from torch_uma.integrations.transformers.cache import UnifiedCache
-from torch_uma.integrations.transformers.compiled import CompiledDecode
-from torch_uma.integrations.transformers.last_tokens import LastTokens
-from torch_uma.integrations.transformers.pace import Pace
-from torch_uma.integrations.transformers.traits import Traits
+from torch_uma.integrations.transformers.serving.compiled import CompiledDecode
+from torch_uma.integrations.transformers.serving.last_tokens import LastTokens
+from torch_uma.integrations.transformers.serving.pace import Pace
+from torch_uma.integrations.transformers.serving.traits import Traits
 from torch_uma.tables import Int64Array
 
 if TYPE_CHECKING:

@@ -18,16 +18,16 @@ from transformers import GenerationConfig
 
 from torch_uma.counts import whole
 from torch_uma.errors import ClosedError, PlanError, SequenceError, TorchUmaError
-from torch_uma.integrations.transformers.compiled import CompiledDecode, most_fillers
-from torch_uma.integrations.transformers.forwards import Forwards
-from torch_uma.integrations.transformers.generation import Event, FinishReason, Generation
-from torch_uma.integrations.transformers.last_tokens import LastTokens
-from torch_uma.integrations.transformers.launched import Launched
-from torch_uma.integrations.transformers.options import resolve
-from torch_uma.integrations.transformers.prompts import token_ids
-from torch_uma.integrations.transformers.traits import check_compiles, traits_of
+from torch_uma.integrations.transformers.serving.compiled import CompiledDecode, most_fillers
+from torch_uma.integrations.transformers.serving.forwards import Forwards
+from torch_uma.integrations.transformers.serving.generation import Event, FinishReason, Generation
+from torch_uma.integrations.transformers.serving.last_tokens import LastTokens
+from torch_uma.integrations.transformers.serving.launched import Launched
+from torch_uma.integrations.transformers.serving.options import resolve
+from torch_uma.integrations.transformers.serving.prompts import token_ids
+from torch_uma.integrations.transformers.serving.traits import check_compiles, traits_of
 from torch_uma.pool import CachePool
-from torch_uma.scheduling import Forward, Request, Scheduler
+from torch_uma.scheduling import Forward, Scheduler
 
 if TYPE_CHECKING:
     from torch_uma.scheduling import Costs
@@ -36,26 +36,35 @@ if TYPE_CHECKING:
 class ServingLoop:
     """Generates for many prompts at once: `submit` them at any time, `step` for as long as the loop is true.
 
+    `submit` returns a Generation, which grows; each `step` returns what is new as Events (`generation`, `tokens`, and
+    `finish_reason`, None while it goes on). docs/serving.md shows it. `loop.scheduler.stats()` says what was done so
+    far, `loop.pool.stats()` what the memory holds, and `loop.scheduler.quote` what a request would need.
+
     Args:
         model: of transformers, that can generate. It is run as it is: call `model.eval()` first.
-        memory, page_size, kv_dtype: of the pool that the loop makes, as for CachePool.
+        memory: of the pool that the loop makes: bytes, "8GiB", or a fraction of the free memory; half of it by default.
+        page_size, kv_dtype: of that pool, as for CachePool.
         pool: one made of this model instead, which others may use too; it stays open.
-        max_running: generations in memory at once.
+        max_running: generations in memory at once; others wait.
         step_tokens: tokens of all forwards of a step; a long prompt comes in chunks of what others leave of it.
         max_request_tokens: the longest prompt and answer together; by default what the pool can hold.
-        host_memory: bytes, or "4GiB", for generations that are retracted; 0: they are computed again.
+        host_memory: bytes, or "4GiB", for generations that are retracted: taken out of memory for a while, as it is
+            short. Those wait there, and are copied back; 0: what they held is computed again.
         overlap: launch a step before the tokens of the one before are read, so that an accelerator is never idle
             meanwhile; a generation that has ended may take part in one more step, for nothing.
-        compile: run decode steps through `torch.compile`, one graph for each of a few batch sizes. The model must
-            attend by "torch_uma".
+        compile: run decode steps through `torch.compile`, one graph for each of a few batch sizes, which idle sequences
+            fill up: a pool that is given needs rows for them, `max_sequences` of up to 3/2 of `max_running`. The model
+            must attend by "torch_uma".
         tokenizer: for stop strings.
-        costs: what decides whether a generation that is retracted is computed again; left out, the time of a prompt's
-            token is measured as the loop goes.
+        costs: `torch_uma.scheduling.Costs`, what decides whether a generation that is retracted is computed again; left
+            out, the time of a prompt's token is measured as the loop goes.
 
     A generation gets the tokens that `model.generate()` gives its prompt alone. Several rows in a forward round
     otherwise than one, which matters where two tokens are equally likely but for that.
 
-    One thread drives a loop, as its pool. PlanError for a model that cannot be served, by name.
+    One thread drives a loop, the one that made it or its pool: a call from another raises ThreadError.
+
+    Raises PlanError for a model that cannot be served, by name, and for memory that does not hold one request.
     """
 
     def __init__(
@@ -81,6 +90,8 @@ class ServingLoop:
             rows = max_running + (most_fillers(max_running) if compile else 0)
             options: dict[str, Any] = {"page_size": page_size, "kv_dtype": kv_dtype, "max_sequences": rows}
             pool = CachePool(model, memory=memory, **options)
+        elif not isinstance(pool, CachePool):
+            raise PlanError(f"pool= is a CachePool of this model, not {type(pool).__name__}; or give memory=")
         else:
             for name, value in {"memory": memory, "page_size": page_size, "kv_dtype": kv_dtype}.items():
                 if value is not None:
@@ -124,11 +135,11 @@ class ServingLoop:
 
     def __len__(self) -> int:
         """Generations that are not finished."""
-        return len(self._scheduler)
+        return 0 if self._is_closed else len(self._scheduler)
 
     def __bool__(self) -> bool:
         """Whether there is something for `step` to do or to say."""
-        return bool(self._scheduler or self._launched or self._events)
+        return bool(len(self) or self._launched or self._events)
 
     def submit(
         self,
@@ -143,10 +154,11 @@ class ServingLoop:
     ) -> Generation:
         """Take a prompt, token ids [tokens] or [1, tokens], to be generated from.
 
-        `generation_config` and `overrides` say how, as those of `model.generate()`, `logits_processor` and
-        `stopping_criteria` included. A higher `priority` is served first. With a `seed` what is sampled is that of
-        `generate()` after `torch.manual_seed(seed)` on a CPU. With `logprobs` the log-probability of each token is
-        kept, of the model's own logits.
+        `generation_config` and `overrides` say how, as those of `model.generate()` (`max_new_tokens`, 20 by default,
+        `do_sample`, `eos_token_id`, ...), `logits_processor` and `stopping_criteria` included. `max_time` runs from
+        this call on; whoever waits beyond it gets one token. A higher `priority` is served first. With a `seed` what is
+        sampled is that of `generate()` after `torch.manual_seed(seed)` on a CPU. With `logprobs` the log-probability of
+        each token is kept, of the model's own logits. `tag` is the caller's own, to be found at the generation.
 
         Raises SequenceError for what is no prompt, and for one that is too long; OutOfMemory for one that the pool
         could not hold even alone; PlanError for options that a loop does not serve. Then nothing has changed. Reads
@@ -161,6 +173,8 @@ class ServingLoop:
         generator = None
         if seed is not None:
             seed = whole(seed, "the seed of a generation", least=-(1 << 63), error=SequenceError)
+            if seed >= 1 << 64:
+                raise SequenceError(f"the seed of a generation is below 2**64, not {seed}")
             generator = torch.Generator(device).manual_seed(seed)
         made = Generation(prompt, sampling, stopping, generator=generator, with_logprobs=logprobs, tag=tag)
         made._request = self._scheduler.submit(len(prompt), stopping.max_new_tokens, priority=priority, tag=made)
@@ -177,9 +191,9 @@ class ServingLoop:
         """
         self._check_open()
         with torch.no_grad(), self._pool.guard.epochs.on_stream():
+            self._read_until(self._num_ahead)  # of more where the last step was interrupted
             has_launched = self._launch()
-            while len(self._launched) > (self._num_ahead if has_launched else 0):
-                self._read()
+            self._read_until(self._num_ahead if has_launched else 0)
         events, self._events = self._events, []
         return events
 
@@ -198,14 +212,17 @@ class ServingLoop:
         """
         if self._is_closed:
             return
+        if not self._pool.closed:
+            self._pool.guard.enter()
         self._is_closed = True
         rounds = [launched.round for launched in self._launched]
         self._launched.clear()
-        if self._pool.closed:
-            return
         in_flight = [request for round_ in rounds for forward in round_.forwards for request in forward.requests]
         for request in (*self._scheduler.waiting, *self._scheduler.running, *in_flight):
             self._finish(request.tag, "cancelled")
+        self._events.clear()
+        if self._pool.closed:
+            return
         self._scheduler.close()
         if self._compiled is not None:
             self._compiled.close()
@@ -234,6 +251,7 @@ class ServingLoop:
                     launched.sample(forward, of_forward)
             launched.send()
         except BaseException:
+            launched.take_back()
             self._scheduler.abandon(scheduled)
             raise
         self._launched.append(launched)
@@ -251,25 +269,46 @@ class ServingLoop:
             self._fail(forward.requests[0].tag, error)
             return None
 
+    def _read_until(self, num_left: int) -> None:
+        """Read the tokens of all rounds that are launched but the last `num_left`."""
+        while len(self._launched) > num_left:
+            self._read()
+
     def _read(self) -> None:
-        """Wait for the tokens of the oldest round that is launched, and see who has come to an end."""
+        """Wait for the tokens of the oldest round that is launched, and see who has come to an end.
+
+        What interrupts that leaves the rest to the next call.
+        """
         launched = self._launched[0]
-        read = launched.read()
+        if launched.unread is None:
+            launched.unread = deque(launched.read())
+        while launched.unread:
+            generation, token, logprob = launched.unread[0]
+            if not generation.is_finished and self._take(generation, token, logprob):
+                launched.ended.append(generation.request)
+            launched.unread.popleft()
+        self._scheduler.complete(launched.round, launched.ended)
         self._launched.popleft()
-        ended: list[Request] = []
-        for generation, token, logprob in read:
-            if generation.is_finished:  # before this round was read
-                continue
-            try:
-                reason = generation.take(token, logprob)
-            except Exception as error:  # of a criterion of the user
-                self._fail(generation, error)
-                continue
-            if reason is not None:
-                ended.append(generation.request)
-                generation.finish_reason = reason
-            self._events.append(Event(generation, [token], reason))
-        self._scheduler.complete(launched.round, ended)
+
+    def _take(self, generation: Generation, token: int, logprob: float) -> bool:
+        """Give a generation its next token; returns whether its text has come to an end.
+
+        A criterion of the user may raise, and cancel anybody; what it interrupts is as if it had not begun.
+        """
+        place, reason = len(self._events), None
+        generation.add(token, logprob)
+        try:
+            reason = generation.stopping.reason(generation.tokens)
+        except Exception as error:
+            self._fail(generation, error)
+        except BaseException:
+            generation.take_back()
+            raise
+        if generation.is_finished:
+            reason = None
+        self._events.insert(place, Event(generation, [token], reason))
+        generation.finish_reason = generation.finish_reason or reason
+        return reason is not None
 
     def _fail(self, generation: Generation, error: Exception) -> None:
         self._scheduler.cancel(generation.request)

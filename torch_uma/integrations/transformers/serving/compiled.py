@@ -41,7 +41,8 @@ def most_fillers(most_rows: int) -> int:
 class CompiledDecode:
     """The compiled form of a model, and the batches that it takes: those of a loop, filled up to few sizes.
 
-    Where the pool has no room for the fillers, a step runs as it is, by the model itself.
+    Where the pool has no room for the fillers, a step runs as it is, by the model itself. Rows that the loop may want
+    for its sequences are not taken.
     """
 
     def __init__(self, model: Any, pool: CachePool, most_rows: int) -> None:
@@ -49,6 +50,7 @@ class CompiledDecode:
         self._compiled = torch.compile(model, fullgraph=True, dynamic=False)
         self._pool = pool
         self._most_rows = most_rows
+        self._most_fillers = pool.tables.num_rows - most_rows
         self._fillers: list[Sequence] = []
         self._filled: tuple[Rows, Batch] | None = None
         self._sizes: set[int] = set()  # that have their graph
@@ -95,6 +97,8 @@ class CompiledDecode:
     def _fill_up(self, batch: Batch) -> Batch | None:
         """`batch` with fillers behind it, kept for as long as its sequences are the same; None if there are no rows."""
         num_missing = filled_size(len(batch), self._most_rows) - len(batch)
+        if num_missing > self._most_fillers:
+            return None
         if not num_missing:
             return batch
         if self._filled is not None and self._filled[0] is batch.rows:
@@ -102,7 +106,7 @@ class CompiledDecode:
         try:
             while len(self._fillers) < num_missing:
                 self._fillers.append(self._pool.add())
-        except SequenceError:
+        except SequenceError:  # others have the rows
             return None
         filled = self._pool.batch([*batch.sequences, *self._fillers[:num_missing]])
         self._filled = (batch.rows, filled)

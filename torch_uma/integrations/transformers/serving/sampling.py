@@ -127,6 +127,9 @@ class _Rows:
         try:
             for processor in self.sampling.processors:
                 scores = processor(ids, scores)
+            if not isinstance(scores, Tensor) or scores.shape != logits.shape:
+                given = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+                raise ValueError(f"scores of {tuple(logits.shape)} were made into {given}")
         except torch.OutOfMemoryError:
             raise
         except Exception as error:

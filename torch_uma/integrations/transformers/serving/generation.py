@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from torch import Generator
 
-from torch_uma.integrations.transformers.sampling import Sampling
-from torch_uma.integrations.transformers.stopping import Stopping
+from torch_uma.integrations.transformers.serving.sampling import Sampling
+from torch_uma.integrations.transformers.serving.stopping import Stopping
 
 if TYPE_CHECKING:
     from torch_uma.scheduling import Request
@@ -22,8 +22,8 @@ class Generation:
         prompt: its token ids.
         tokens: the new ones that have been read so far, the one that ended it included.
         logprobs: the log-probability of each of these before temperature and the like, where they were asked for.
-        finish_reason: None while it goes on; then "stop" (its text has come to an end), "length", "cancelled" or
-            "error".
+        finish_reason: None while it goes on; then "stop" (its text has come to an end), "length" (it has got all tokens
+            that it may have, or its `max_time` is over), "cancelled" or "error".
         error: what was raised where that is the reason.
         tag: the caller's own.
         sampling, stopping, generator: how its tokens are chosen and from which numbers, and when it ends.
@@ -78,12 +78,17 @@ class Generation:
             return self.prompt[start:end]
         return self.prompt[start:] + self.tokens[max(start - num_prompt_tokens, 0) : end - num_prompt_tokens]
 
-    def take(self, token: int, logprob: float) -> FinishReason | None:
-        """Note that a token was read; returns why the text ends with it, if it does."""
+    def add(self, token: int, logprob: float) -> None:
+        """Note that a token was read."""
         self.tokens.append(token)
         if self.logprobs is not None:
             self.logprobs.append(logprob)
-        return self.stopping.reason(self.tokens)
+
+    def take_back(self) -> None:
+        """The last token counts as not read."""
+        self.tokens.pop()
+        if self.logprobs is not None:
+            self.logprobs.pop()
 
     def text(self, tokenizer: Any, **options: Any) -> str:
         """The new tokens as text, without special tokens unless `options` of `tokenizer.decode` say otherwise."""
@@ -96,7 +101,7 @@ class Generation:
 
 
 class Event(NamedTuple):
-    """What one step brought for one generation: new tokens, and why it has ended if it has."""
+    """What one step brought for one generation: new tokens, and why it has ended if it has, as in `finish_reason`."""
 
     generation: Generation
     tokens: list[int]

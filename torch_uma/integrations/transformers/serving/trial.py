@@ -85,6 +85,8 @@ class _Trial:
         self._pool = pool
         self._argument = cache_argument(model.forward) or ""
         num_known = model.get_input_embeddings().num_embeddings
+        is_exact = {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+        self._most_difference = _MOST_DIFFERENCE if is_exact else _MOST_ROUNDED_DIFFERENCE
         self._text = [(7 + 5 * place) % num_known for place in range(max(_LENGTHS) + 2)]
 
     def result(self, *, may_pack: bool) -> Together:
@@ -157,6 +159,5 @@ class _Trial:
 
     def _is_near(self, logits: Tensor, expected: Tensor) -> bool:
         """Whether logits [n, vocabulary] are those that are expected, but for rounding and, in training, dropout."""
-        most = _MOST_DIFFERENCE if logits.dtype == torch.float32 else _MOST_ROUNDED_DIFFERENCE
         difference = (logits.float() - expected.float()).square().mean(-1).sqrt()
-        return self._model.training or bool((difference <= most * expected.float().std(-1)).all())
+        return self._model.training or bool((difference <= self._most_difference * expected.float().std(-1)).all())

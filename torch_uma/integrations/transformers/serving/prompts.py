@@ -25,9 +25,14 @@ def token_ids(input_ids: Any, model: Any) -> list[int]:
                 f"a prompt is token ids [tokens] or [1, tokens], not {input_ids.dtype} of {tuple(input_ids.shape)}"
             )
         input_ids = input_ids.tolist()
-    elif isinstance(input_ids, str | bytes | Mapping) or not isinstance(input_ids, Iterable):
+    elif isinstance(input_ids, str | bytes | Mapping):
         raise SequenceError(
             f"a prompt is token ids, not {type(input_ids).__name__}; tokenizer(text).input_ids makes them of a text"
+        )
+    elif not isinstance(input_ids, Iterable):
+        raise SequenceError(
+            f"a prompt is token ids, [tokens], and not one {type(input_ids).__name__}; a single prompt of a batch "
+            "stands in a list as well"
         )
     ids = [whole(token, "a token id of a prompt", least=0, error=SequenceError) for token in input_ids]
     if not ids:
@@ -38,10 +43,11 @@ def token_ids(input_ids: Any, model: Any) -> list[int]:
     return ids
 
 
-def prompts_of(inputs: Any) -> list[Any]:
+def prompts_of(inputs: Any, pad_token_id: int | None = None) -> list[Any]:
     """The prompts of a batch, without their padding: a list of them, a tensor, or what a tokenizer returns.
 
-    SequenceError for a batch with more than text in it, and for a mask that does not go with its ids.
+    `pad_token_id` is a token that no text begins or ends with. SequenceError for a batch with more than text in it, for
+    a mask that does not go with its ids, and for a tensor that is padded and has none.
     """
     mask = None
     if isinstance(inputs, Mapping) or hasattr(inputs, "input_ids"):
@@ -56,11 +62,22 @@ def prompts_of(inputs: Any) -> list[Any]:
         raise SequenceError(f"a batch is a list of prompts, each of token ids, not {type(inputs).__name__}")
     prompts = list(inputs)
     if mask is None:
+        if isinstance(inputs, Tensor) and inputs.dim() == 2 and inputs.numel() and pad_token_id is not None:
+            _check_unpadded(inputs, pad_token_id)
         return prompts
     masks = list(mask)
     if len(masks) != len(prompts):
         raise SequenceError(f"an attention_mask of {len(masks)} rows was given for {len(prompts)} prompts")
     return [_unpadded(prompt, seen) for prompt, seen in zip(prompts, masks, strict=True)]
+
+
+def _check_unpadded(ids: Tensor, pad_token_id: int) -> None:
+    padded = (ids[:, [0, -1]] == pad_token_id).any(dim=1).nonzero()
+    if len(padded):
+        raise SequenceError(
+            f"row {int(padded[0])} of these prompts is padded with token {pad_token_id}, which counts as text where "
+            "there is no attention_mask; give all that the tokenizer returned, or lists without padding"
+        )
 
 
 def _unpadded(prompt: Any, seen: Any) -> Any:

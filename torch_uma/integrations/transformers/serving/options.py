@@ -18,8 +18,8 @@ from transformers import (
 )
 
 from torch_uma.errors import PlanError
-from torch_uma.integrations.transformers.sampling import Sampling, sampling_of
-from torch_uma.integrations.transformers.stopping import Stopping, StopStrings, stop_strings
+from torch_uma.integrations.transformers.serving.sampling import Sampling, sampling_of
+from torch_uma.integrations.transformers.serving.stopping import Stopping, StopStrings, stop_strings
 from torch_uma.integrations.transformers.versions import prepared_generation
 
 _ALONE = "call model.generate() for it"
@@ -35,8 +35,8 @@ _NOT_SERVED = {
     "use_mtp": _ALONE,
     "num_return_sequences": "submit the prompt as often, each with a seed of its own",
     "token_healing": "heal the prompt before it is submitted",
-    "output_scores": "ask for the log probabilities of the tokens",
-    "output_logits": "ask for the log probabilities of the tokens",
+    "output_scores": "logprobs=True keeps the log-probability of each token",
+    "output_logits": "logprobs=True keeps the log-probability of each token",
     "output_attentions": _ALONE,
     "output_hidden_states": _ALONE,
 }
@@ -47,7 +47,7 @@ _ONE_BY_DEFAULT = ("num_beams", "num_return_sequences", "guidance_scale")
 _NOT_TAKEN = {
     "assistant_model": "call model.generate() for it",
     "custom_generate": "call model.generate() for it",
-    "streamer": "read the tokens as they come",
+    "streamer": "step() returns tokens as they come, and generate_batch() takes streamers=, one for each prompt",
     "cache": "the pool of the loop is the cache; leave it out",
     "past_key_values": "the pool of the loop is the cache; leave it out",
     "cache_implementation": "the pool of the loop is the cache; leave it out",
@@ -76,6 +76,7 @@ def resolve(
     logits, which is the model's if not given. PlanError for what a loop has no part in, by name, and for stop strings
     without a tokenizer; ValueError where transformers has one. Changes nothing, does not synchronise.
     """
+    check_config(generation_config)
     _check_names(overrides)
     if len(prompt) == 0:
         raise PlanError("a prompt of no tokens is to be generated from; begin with the model's bos_token_id")
@@ -87,6 +88,15 @@ def resolve(
     )
     sampling = sampling_of(processors, custom["logits_processor"], bool(config.do_sample), device or model.device)
     return sampling, _stopping(prompt, criteria, _strings(strings, criteria, tokenizer))
+
+
+def check_config(config: Any) -> None:
+    """PlanError for what is given as a GenerationConfig and is none."""
+    if config is not None and not isinstance(config, GenerationConfig):
+        raise PlanError(
+            f"generation_config= is a GenerationConfig, not {type(config).__name__}; GenerationConfig(**options) makes "
+            "one of options"
+        )
 
 
 def _check_names(overrides: dict[str, Any]) -> None:

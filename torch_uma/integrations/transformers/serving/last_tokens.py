@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from torch_uma.arena import staged
 from torch_uma.batch import Batch
-from torch_uma.integrations.transformers.generation import Generation
+from torch_uma.integrations.transformers.serving.generation import Generation
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Ordered
@@ -22,12 +23,16 @@ if TYPE_CHECKING:
 
 
 class LastTokens:
-    """A token for each row of a pool's tables, and whose it is: as it was sampled, whether or not the host knows it."""
+    """A token for each row of a pool's tables, and whose it is: as it was sampled, whether or not the host knows it.
+
+    A generation has one row at a time. One that it comes back to after another holds an older token.
+    """
 
     def __init__(self, pool: CachePool) -> None:
         self._device = pool.device
         self._tokens = torch.zeros(pool.tables.num_rows, dtype=torch.int64, device=pool.device)
         self._owners: list[Generation | None] = [None] * pool.tables.num_rows
+        self._rows: WeakKeyDictionary[Generation, int] = WeakKeyDictionary()
         self._held: Rows | None = None  # rows all of which are known to be held by their owners
 
     def feed(self, forward: Forward, batch: Batch) -> Tensor:
@@ -38,7 +43,7 @@ class LastTokens:
             missing = [
                 (row, generation.last_token)
                 for row, generation in zip(rows.numbers.tolist(), generations, strict=True)
-                if self._owners[row] is not generation
+                if not self._holds(generation, row)
             ]
             if missing:
                 where, tokens = staged(np.array(missing, np.int64).T.copy(), self._device)
@@ -56,7 +61,7 @@ class LastTokens:
             piece = request.tag.text_ids(start, start + count)
             end_place += count
             if len(piece) < count:
-                assert len(piece) == count - 1 and self._owners[row] is request.tag
+                assert len(piece) == count - 1 and self._holds(request.tag, row)
                 piece.append(0)
                 places.append(end_place - 1)
                 rows.append(row)
@@ -73,7 +78,7 @@ class LastTokens:
         ids = staged(np.array(known, np.int64), self._device)
         if len(known) == num_tokens:
             return ids
-        assert len(known) == num_tokens - 1 and self._owners[row] is generation
+        assert len(known) == num_tokens - 1 and self._holds(generation, row)
         return torch.cat([ids, self._tokens[row : row + 1]])
 
     def keep(self, rows: Rows, places: Int64Array, generations: Ordered[Generation], tokens: Tensor) -> None:
@@ -85,11 +90,14 @@ class LastTokens:
         numbers = rows.numbers[places]
         self._tokens.index_copy_(0, staged(numbers, self._device), tokens)
         for row, generation in zip(numbers.tolist(), generations, strict=True):
-            self._owners[row] = generation
+            self._owners[row], self._rows[generation] = generation, row
+
+    def _holds(self, generation: Generation, row: int) -> bool:
+        return self._owners[row] is generation and self._rows[generation] == row
 
     def _own(self, rows: Rows, generations: Ordered[Generation]) -> None:
         if rows is self._held:
             return
         for row, generation in zip(rows.numbers.tolist(), generations, strict=True):
-            self._owners[row] = generation
+            self._owners[row], self._rows[generation] = generation, row
         self._held = rows

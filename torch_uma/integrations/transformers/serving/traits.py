@@ -16,8 +16,8 @@ from torch_uma.integrations.transformers.attention import NAME, is_used
 from torch_uma.integrations.transformers.made_for import check_made_for, config_of
 from torch_uma.integrations.transformers.origin import text_config_of
 from torch_uma.integrations.transformers.prompt import REFERENCE
+from torch_uma.integrations.transformers.serving.trial import try_together
 from torch_uma.integrations.transformers.stores import parts_of_memory
-from torch_uma.integrations.transformers.trial import try_together
 from torch_uma.integrations.transformers.versions import cache_argument
 from torch_uma.layout import Chunk, State
 
@@ -111,6 +111,6 @@ def _max_positions(model: Any) -> int | None:
     limit = getattr(config, "max_position_embeddings", None)
     has_learnt = any(
         isinstance(module, torch.nn.Embedding) and ("position" in name or name.endswith("wpe"))
-        for name, module in model.named_modules()
+        for name, module in (model.get_decoder() or model).named_modules()
     )
     return int(limit) if limit and has_learnt else None

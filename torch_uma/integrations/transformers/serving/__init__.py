@@ -1,0 +1,1 @@
+"""Many generations of one model at once: the loop over a scheduler, how its forwards are run, how tokens are chosen."""
