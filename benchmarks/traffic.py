@@ -1,11 +1,11 @@
 """Traffic that changes every few minutes: one arena beside fixed pools, phase by phase, on a simulated H200.
 
 Long contexts, then many short requests, then both, all queued, so that in every phase memory is what there is too
-little of. A phase lasts from the round in which its first request is admitted to the one in which the next one's is
-(the last phase: its last request). What counts is new tokens a second in that time, the requests of the phase before
-that still run included. The arena has one setting for all phases. Beside it, fixed pools (`split=` on the same code):
-at the default split of a widely used engine, at the split that is best for all of it, and at the best one for each
-phase, which are found by search over the first requests of each phase. Nothing here is measured on a GPU.
+little of. What counts is new tokens a second from the time when the last request of the phases before is done, as what
+a policy was slow with must not count for or against it, until the last of its own is admitted; and how long everything
+takes. The arena has one setting for all phases. Beside it, fixed pools (`split=` on the same code): at the default
+split of a widely used engine, at the split that is best for all of it, and at the best one for each phase, which are
+found by search over the first requests of each phase. Nothing here is measured on a GPU.
 
 The arena pays for its freedom by moving pages: their bytes over the keys, values and states that decoding reads.
 
@@ -15,8 +15,10 @@ The arena pays for its freedom by moving pages: their bytes over the keys, value
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,7 +34,7 @@ from torch_uma.simulate import DEVICES, Arrival, Report, Work, generate_trace, r
 from torch_uma.simulate.splits import best_split, default_split
 
 DEVICE = DEVICES["h200"]
-SETTINGS: dict[str, Any] = {"max_running": 1024, "step_tokens": 8192}
+SETTINGS: dict[str, Any] = {"max_running": 1024, "step_tokens": 8192, "patience_rounds": 1 << 30}  # a plain queue
 # Requests that an H200 is busy with for some two minutes, by model: long contexts, short requests.
 NUM_REQUESTS = {"gpt-oss-20b": (240, 8000), "qwen3.5-4b": (450, 4500)}
 LONG, SHORT = (8192, 1024), (256, 512)  # mean tokens of prompts and answers
@@ -70,17 +72,24 @@ class Watch:
 
     def __init__(self, work: Work, phases: Sequence[Sequence[Arrival]]) -> None:
         self._work = work
-        self._marks = [*(phase[0] for phase in phases), phases[-1][-1]]  # whose admission ends a phase, or begins one
-        self._at: list[tuple[float, int]] = []  # seconds and new tokens until then
+        self._phase_of = {id(arrival): number for number, phase in enumerate(phases) for arrival in phase}
+        self._num_left = [len(phase) for phase in phases]
+        self._num_waiting = [len(phase) for phase in phases]
+        self._began: list[tuple[float, int] | None] = [None] * len(phases)  # seconds and new tokens until then
+        self._ended: list[tuple[float, int] | None] = [None] * len(phases)
+        self._come: set[int] = set()
         self.now_s = 0.0
         self._num_new = self._moved_bytes = 0
         self.decode_bytes = 0.0
 
     def __call__(self, scheduler: Scheduler, round: Round) -> None:
         for request in round.admitted:
-            if self._marks and request.tag is self._marks[0]:
-                del self._marks[0]
-                self._at.append((self.now_s, self._num_new))
+            if id(request.tag) not in self._come:
+                self._come.add(id(request.tag))
+                number = self._phase_of[id(request.tag)]
+                self._num_waiting[number] -= 1
+                if not self._num_waiting[number]:
+                    self._ended[number] = (self.now_s, self._num_new)
         for forward in round.forwards:
             self.now_s += self._work.seconds(forward, DEVICE)
             self._num_new += int(np.count_nonzero(forward.samples))
@@ -89,13 +98,20 @@ class Watch:
         moved_bytes = sum(band.moved_pages * band.grid.page_bytes for band in scheduler.pool.allocator.bands)
         self.now_s += 2 * (moved_bytes - self._moved_bytes) / DEVICE.bytes_per_s
         self._moved_bytes = moved_bytes
+        for request in round.last_tokens:
+            self._num_left[self._phase_of[id(request.tag)]] -= 1
+        for number, began in enumerate(self._began):
+            if began is None and not any(self._num_left[:number]):
+                self._began[number] = (self.now_s, self._num_new)
 
     def phases(self) -> list[tuple[float, float]]:
-        """Seconds that each phase lasted, and its new tokens a second; none if not all requests were admitted."""
-        if self._marks:
-            return []
-        lasted_s, num_new = np.diff(np.array(self._at), axis=0).T
-        return list(zip(lasted_s.tolist(), (num_new / lasted_s).tolist()))
+        """Seconds that each phase lasted, and its new tokens a second."""
+        times = []
+        for began, ended in zip(self._began, self._ended):
+            assert began is not None and ended is not None
+            lasted_s = ended[0] - began[0]
+            times.append((lasted_s, (ended[1] - began[1]) / lasted_s if lasted_s > 0 else 0.0))
+        return times
 
 
 def models(memory: str) -> list[Model]:
@@ -126,8 +142,8 @@ def traffic(num_long: int, num_short: int, seed: int) -> list[list[Arrival]]:
     return [made(num_long, LONG, 0), made(num_short, SHORT, 1), [both[place] for place in order.tolist()]]
 
 
-def measure(model: Model, phases: Sequence[Sequence[Arrival]], num_tries: int) -> list[Record]:
-    everything = [arrival for phase in phases for arrival in phase]
+def search(model: Model, phases: Sequence[Sequence[Arrival]], num_tries: int) -> dict[str, Split]:
+    """The splits to compare with, by name, found over the first requests of each phase."""
 
     def best(asked: Sequence[Sequence[Arrival]]) -> dict[str, float]:
         sample = [arrival for phase in asked for arrival in phase[: max(1, round(SEARCHED * len(phase)))]]
@@ -141,16 +157,21 @@ def measure(model: Model, phases: Sequence[Sequence[Arrival]], num_tries: int) -
 
         return best_split(model.plan, run, num_tries=num_tries)[0]
 
-    splits: dict[str, Split] = {"arena": None, "default split": default_split(model.plan), "best of all": best(phases)}
-    splits |= {f"best of {name}": best([phase]) for name, phase in zip(PHASES, phases)}
+    splits: dict[str, Split] = {"default split": default_split(model.plan), "best of all": best(phases)}
+    return splits | {f"best of {name}": best([phase]) for name, phase in zip(PHASES, phases)}
+
+
+def measure(model: Model, phases: Sequence[Sequence[Arrival]], splits: Mapping[str, Split]) -> list[Record]:
+    everything = [arrival for phase in phases for arrival in phase]
     records, rates = [], {}
-    for policy, split in splits.items():
+    for policy, split in {"arena": None, **splits}.items():
         watch = Watch(model.work, phases)
         report = model.run(everything, split, watch)
-        rates[policy] = [rate for _, rate in watch.phases()] or [0.0] * len(phases)
+        rates[policy] = [rate for _, rate in watch.phases()]
         for name, (lasted_s, rate) in zip(PHASES, watch.phases()):
             records.append(record(f"{model.name}/{name}", "new_tokens_per_s", rate, "1/s", policy=policy))
             records[-1] |= {"lasted_s": lasted_s, "split": split}
+        records.append(record(f"{model.name}/all", "seconds", report.seconds, "s", policy=policy))
         records.append(
             record(f"{model.name}/all", "retractions_per_1000", report.retractions_per_1000, "1", policy=policy)
         )
@@ -167,6 +188,8 @@ def measure(model: Model, phases: Sequence[Sequence[Arrival]], num_tries: int) -
             )
     for place, name in enumerate(PHASES):
         policy = max((policy for policy in rates if policy != "arena"), key=lambda policy: rates[policy][place])
+        if not rates[policy][place]:
+            continue  # so few requests that the phase has no time of its own
         records.append(
             record(
                 f"{model.name}/{name}",
@@ -185,16 +208,18 @@ def main() -> None:
     options.add_argument("--model", nargs="+", choices=sorted(NUM_REQUESTS), default=list(NUM_REQUESTS))
     options.add_argument("--memory", default="8GiB")
     options.add_argument("--share", type=float, default=1.0, help="of the requests of two minutes a phase")
-    options.add_argument("--quick", action="store_true", help="1GiB and a fiftieth of the requests: says little")
+    options.add_argument("--splits", type=Path, help="JSON of splits by model and name, instead of the search")
+    options.add_argument("--quick", action="store_true", help="1GiB and a twenty-fifth of the requests: says little")
     options.add_argument("--seed", type=int, default=0)
     arguments = options.parse_args()
     records = []
     for model in models("1GiB" if arguments.quick else arguments.memory):
         if model.name in arguments.model:
             num_long, num_short = NUM_REQUESTS[model.name]
-            share, num_tries = (0.02, 1) if arguments.quick else (arguments.share, 8)
+            share, num_tries = (0.04, 1) if arguments.quick else (arguments.share, 8)
             phases = traffic(round(num_long * share), round(num_short * share), arguments.seed)
-            records += measure(model, phases, num_tries)
+            given = json.loads(arguments.splits.read_text()) if arguments.splits else {}
+            records += measure(model, phases, given.get(model.name) or search(model, phases, num_tries))
     publish(records, arguments.json)
     print(f"seed {arguments.seed}, {DEVICE.name}, {SETTINGS}; simulated, not measured")
 
