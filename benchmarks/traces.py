@@ -29,7 +29,7 @@ from torch_uma.simulate import DEVICES, Arrival, Work, at_once, read_trace, repl
 
 MODELS = ("gpt-oss-20b", "qwen3.5-4b", "qwen3.5-4b-bf16-state")
 STEP_TOKENS = 8192
-SETTINGS: dict[str, Any] = {"step_tokens": STEP_TOKENS, "headroom_steps": 2, "patience_rounds": 1 << 30}
+SETTINGS: dict[str, Any] = {"step_tokens": STEP_TOKENS, "headroom_steps": 2}
 WORK = Work(weight_bytes=0, token_flops=1, head_flops=0)  # means over rounds do not ask how long one takes
 
 # vLLM 0.33, its real scheduler with prefix caching, 8 GiB: mean running, preemptions, rounds; by model as above.

@@ -34,7 +34,7 @@ from torch_uma.simulate import DEVICES, Arrival, Report, Work, generate_trace, r
 from torch_uma.simulate.splits import best_split, default_split
 
 DEVICE = DEVICES["h200"]
-SETTINGS: dict[str, Any] = {"max_running": 1024, "step_tokens": 8192, "patience_rounds": 1 << 30}  # a plain queue
+SETTINGS: dict[str, Any] = {"max_running": 1024, "step_tokens": 8192}
 # Requests that an H200 is busy with for some two minutes, by model: long contexts, short requests.
 NUM_REQUESTS = {"gpt-oss-20b": (240, 8000), "qwen3.5-4b": (450, 4500)}
 LONG, SHORT = (8192, 1024), (256, 512)  # mean tokens of prompts and answers

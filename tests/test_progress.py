@@ -1,9 +1,9 @@
 """Every request comes to its end, within a bound, whatever else is asked for.
 
-The bound holds from the last arrival on, where nobody's rank changes any more: priorities differ by what they are, and
-`patience_rounds` is longer than all of it takes. `rounds_of` a request are those that it takes when it gets one token
-in each: a prompt of p tokens and n new ones take p + n - 1, as the last of the prompt brings the first new one. It is
-no more after it was dropped with k new tokens: its text of p + k is run again, which brings the next one.
+The bound holds from the last arrival on; nobody's rank ever changes. `rounds_of` a request are those that it takes when
+it gets one token in each: a prompt of p tokens and n new ones take p + n - 1, as the last of the prompt brings the
+first new one. It is no more after it was dropped with k new tokens: its text of p + k is run again, which brings the
+next one.
 
 1. The first of those who run, by rank, gets on in every round: if it decodes by a token, otherwise by at least one of
    its prompt, since `step_tokens` leave one for each who may run, and chunks get shorter before anything else gives
@@ -15,9 +15,6 @@ no more after it was dropped with k new tokens: its text of p + k is run again, 
 3. So from one M to the next, all but the last of the first ones came to their ends. Charge their rounds to themselves,
    M's to M, and the rounds of the one that M overtook, fewer than it takes, to M: no more than
    sum(rounds_of(r) for all r that are not done) + len(r) * (max(rounds_of) - 1).
-
-Where ranks change, since patience is short, who waits may grow older than M runs and overtake it. What that may cost is
-not in the argument; such mixes are held up to the same bound.
 
 With overlap what is known comes a round later: two rounds more for each, in which it waits for its own last token or is
 found to have ended.

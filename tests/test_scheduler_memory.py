@@ -233,19 +233,25 @@ def test_a_stream_of_important_requests_does_not_starve_another() -> None:
     scheduler.close()
 
 
-def test_a_prompt_that_is_passed_over_grows_older() -> None:
+def _length(request: Request) -> int:
+    assert request.sequence is not None
+    return request.sequence.length
+
+
+def test_a_prompt_is_passed_over_only_by_those_that_came_soon_after() -> None:
     scheduler = scheduler_of(memory=1 << 14, step_tokens=12, patience_rounds=4)
-    humble = scheduler.submit(200, 2)
+    humble = scheduler.submit(100, 2)
     loop = Loop(scheduler)
     loop.round()
-    scheduler.submit(100, 2, priority=1)
-    lengths = []
-    for _ in range(8):
+    soon = scheduler.submit(40, 2, priority=1)
+    lengths = [_length(humble) for _ in range(2) if loop.round()]
+    assert lengths == [24, 24]  # it begins beside the other, and then goes on before it
+    while not soon.is_done:
         loop.round()
-        assert humble.sequence is not None
-        lengths.append(humble.sequence.length)
-    assert lengths == [24, 24, 24, 24, 36, 48, 60, 60]  # by then the other has grown older, too
+    later = scheduler.submit(20, 2, priority=1)
+    assert humble.rank < later.rank
     loop.run(100)
+    assert loop.finished == [soon, humble, later]
 
 
 def test_a_stream_of_important_prompts_does_not_starve_one_that_runs() -> None:

@@ -275,7 +275,7 @@ class _Draft:
             self._fit,
             stages,
             self._shares(candidates)[:, : len(stages)],
-            priorities=np.array([-request.rank[0] for request in candidates], np.int64),
+            priorities=np.array([request.priority for request in candidates], np.int64),
             costs=self._prices(candidates),
             arrivals=np.array([request.arrival for request in candidates], np.int64),
             at_least=at_least,

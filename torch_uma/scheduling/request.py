@@ -30,7 +30,7 @@ class Request:
         sequence: what holds its memory while it is running; None otherwise.
         num_retractions: how often it was taken out of memory.
         arrival: its place in the order of submission.
-        waited_rounds: rounds that it has waited, up to when it last began to.
+        rank: its place among all: the lower comes first. It never changes.
     """
 
     __slots__ = (
@@ -49,27 +49,28 @@ class Request:
         "sequence",
         "state",
         "tag",
-        "waited_rounds",
-        "waits_from",
     )
 
     def __init__(
-        self, clock: Clock, num_prompt_tokens: int, max_new_tokens: int, priority: int, tag: Any, arrival: int
+        self,
+        clock: Clock,
+        num_prompt_tokens: int,
+        max_new_tokens: int,
+        priority: int,
+        tag: Any,
+        rank: tuple[int, int],
     ) -> None:
         self.num_prompt_tokens = num_prompt_tokens
         self.max_new_tokens = max_new_tokens
         self.priority = priority
         self.tag = tag
-        self.arrival = arrival
+        self.rank = rank
+        self.arrival = rank[1]
         self.state: State = "waiting"
         self.sequence: Sequence | None = None
         self.offloaded: Offloaded | None = None
         self.num_retractions = 0
-        self.waited_rounds = 0
-        # For the scheduler: since when it waits; its place among those who run; tokens to be run before it decodes; the
-        # last round that gave it a token.
-        self.waits_from = clock.round
-        self.rank: tuple[int, int] = (-priority, arrival)
+        # For the scheduler: tokens to be run before it decodes; the last round that gave it a token.
         self.num_to_run = num_prompt_tokens
         self.last_round = 0
         self.clock = clock

@@ -84,7 +84,8 @@ class Scheduler:
         host_memory: bytes, or "4GiB", that may be used for requests that are retracted; 0: all of them are dropped.
         costs: how long it takes to compute a token and to copy a byte, which decides who is dropped and who is
             offloaded; may be set later as well.
-        patience_rounds: so many rounds of waiting count as one priority more.
+        patience_rounds: a request comes before those of the next higher priority that are submitted so many rounds
+            after it.
 
     Attributes:
         pool, costs: as given.
@@ -148,9 +149,8 @@ class Scheduler:
             steps += (headroom_steps,)
         self._outlook = Outlook(pool.plan, pool.sequences.lifespans, steps)
         self._clock = Clock()
-        self._waiting = Waiting(
-            self._clock, whole(patience_rounds, "patience_rounds of a scheduler", least=1, error=PlanError)
-        )
+        self._patience_rounds = whole(patience_rounds, "patience_rounds of a scheduler", least=1, error=PlanError)
+        self._waiting = Waiting()
         self._decoding = Decoding(pool, self._clock)
         self._prompts: list[Request] = []  # who runs a prompt, by rank
         self._through: list[Request] = []  # whose prompt the last round has run to its end
@@ -222,7 +222,8 @@ class Scheduler:
             self._refuse(prompt, new)
         self._stats.submitted += 1
         self._num_unfinished += 1
-        request = Request(self._clock, prompt, new, priority, tag, self._stats.submitted)
+        place = (self._clock.round - priority * self._patience_rounds, self._stats.submitted)
+        request = Request(self._clock, prompt, new, priority, tag, place)
         self._waiting.put(request)
         return request
 
@@ -419,10 +420,6 @@ class Scheduler:
                 request.sequence, request.state = sequence, "running"
                 self._prompts.append(request)
         self._decoding.settle()  # once nothing moves any more
-        with_chunk = {request for request, _ in decision.chunks}
-        for request in self._prompts:
-            if request not in with_chunk:
-                self._waiting.pass_over(request)
         self._prompts.sort(key=lambda request: request.rank)
         forwards = [*self._prompt_forwards(decision.chunks), *self._decoding.forwards(is_even=self._is_even)]
         if not forwards:  # there is nothing to be completed
