@@ -4,6 +4,7 @@ from torch_uma.scheduling.costs import Costs
 from torch_uma.scheduling.need import Need
 from torch_uma.scheduling.request import Request
 from torch_uma.scheduling.round import Forward, Round
-from torch_uma.scheduling.scheduler import Scheduler, SchedulerStats
+from torch_uma.scheduling.scheduler import Scheduler
+from torch_uma.scheduling.stats import SchedulerStats
 
 __all__ = ["Costs", "Forward", "Need", "Request", "Round", "Scheduler", "SchedulerStats"]

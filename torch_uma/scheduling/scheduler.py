@@ -8,56 +8,26 @@ Owns the order of events in a round. What a request will hold is asked of `outlo
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import numpy as np
 
 from torch_uma.counts import whole
-from torch_uma.errors import OutOfMemory, PlanError, SequenceError
+from torch_uma.errors import PlanError, SequenceError
 from torch_uma.memory import parse_bytes
-from torch_uma.placement import Quote
 from torch_uma.pool import CachePool
+from torch_uma.scheduling.capacity import Capacity, lengths
 from torch_uma.scheduling.costs import Costs
 from torch_uma.scheduling.deciding import Chunk, Decision, Limits, Standing, decide
 from torch_uma.scheduling.decoding import Decoding
-from torch_uma.scheduling.need import Need, need_of
+from torch_uma.scheduling.need import Need
 from torch_uma.scheduling.outlook import Outlook
 from torch_uma.scheduling.request import Clock, Request
 from torch_uma.scheduling.round import Forward, Round
+from torch_uma.scheduling.stats import SchedulerStats
 from torch_uma.scheduling.waiting import Waiting
 
 _MOST_PRIORITY = 1 << 31
-
-
-@dataclass(kw_only=True)
-class SchedulerStats:
-    """What a scheduler has done so far.
-
-    Attributes:
-        rounds: that were scheduled, empty ones included.
-        submitted, finished, cancelled: requests.
-        dropped, offloaded: how often a request was retracted, by way; `preempted` of them for a more important one.
-        resumed: how often one that was offloaded came back.
-        prompt_tokens: that forwards were asked for as prompts, texts that are run again included.
-        new_tokens: that forwards were asked for. Rounds that were abandoned count in both.
-        recomputed_tokens: that were in memory when their request was dropped, and so have to be run again.
-        host_bytes, host_bytes_peak: of host memory that offloaded requests take now, and took at most.
-    """
-
-    rounds: int = 0
-    submitted: int = 0
-    finished: int = 0
-    cancelled: int = 0
-    dropped: int = 0
-    offloaded: int = 0
-    preempted: int = 0
-    resumed: int = 0
-    prompt_tokens: int = 0
-    new_tokens: int = 0
-    recomputed_tokens: int = 0
-    host_bytes: int = 0
-    host_bytes_peak: int = 0
 
 
 class Scheduler:
@@ -89,7 +59,7 @@ class Scheduler:
 
     Attributes:
         pool, costs: as given.
-        max_request_tokens: the longest request, prompt and answer, that `submit` takes.
+        max_request_tokens: the longest request, prompt and answer, that `submit` takes; may be lowered.
 
     Raises PlanError for numbers that make no sense, and for a pool that cannot hold one request.
     """
@@ -160,7 +130,8 @@ class Scheduler:
         self._abandoned: set[int] = set()
         self._num_unfinished = 0
         self._stats = SchedulerStats()
-        self.max_request_tokens = self._longest(max_request_tokens)
+        self._capacity = Capacity(pool, max_request_tokens)
+        self.max_request_tokens = self._capacity.longest
 
     # Ask
 
@@ -170,9 +141,9 @@ class Scheduler:
         Changes nothing, and does not synchronise.
         """
         self.pool.guard.enter()
-        prompt, new = _lengths(num_prompt_tokens, max_new_tokens)
+        prompt, new = lengths(num_prompt_tokens, max_new_tokens)
         fits_tables = prompt <= self.pool.tables.max_tokens
-        return self._need(prompt + new, self.pool.quote(prompt) if fits_tables else None)
+        return self._capacity.need(prompt + new, self.pool.quote(prompt) if fits_tables else None)
 
     @property
     def waiting(self) -> tuple[Request, ...]:
@@ -214,12 +185,11 @@ class Scheduler:
         the arena could not hold if it were alone.
         """
         self.pool.guard.enter()
-        prompt, new = _lengths(num_prompt_tokens, max_new_tokens)
+        prompt, new = lengths(num_prompt_tokens, max_new_tokens)
         priority = whole(priority, "the priority of a request", least=-_MOST_PRIORITY, error=SequenceError)
         if priority > _MOST_PRIORITY:
             raise SequenceError(f"the priority of a request is at most {_MOST_PRIORITY}, not {priority}")
-        if prompt + new > self.max_request_tokens:
-            self._refuse(prompt, new)
+        self._capacity.check(prompt, new, most=self.max_request_tokens)
         self._stats.submitted += 1
         self._num_unfinished += 1
         place = (self._clock.round - priority * self._patience_rounds, self._stats.submitted)
@@ -493,57 +463,3 @@ class Scheduler:
     def _check_own(self, request: Request) -> None:
         if not isinstance(request, Request) or request.clock is not self._clock:
             raise SequenceError(f"{request!r} is not a request of this scheduler; submit() makes one")
-
-    def _need(self, num_tokens: int, now: Quote | None = None) -> Need:
-        return need_of(self.pool.allocator, self.pool.sequences.lifespans, num_tokens, now)
-
-    def _refuse(self, prompt: int, new: int) -> NoReturn:
-        need = self._need(prompt + new)
-        most = self.max_request_tokens
-        what = f"a request of {prompt} tokens and {new} new ones is longer than the {most} that are taken"
-        if not need.fits_empty:
-            raise OutOfMemory(
-                f"{what}: {need}, and the whole arena has {self.pool.plan.arena_bytes:,}; ask for fewer new tokens, or "
-                "give the arena more memory",
-                self.pool.allocator.quote(list(need.pages.values())),
-            )
-        raise SequenceError(
-            f"{what}; ask for fewer new tokens, or raise what limits it: max_request_tokens, the pool's max_tokens, or "
-            "the positions of the model"
-        )
-
-    def _longest(self, max_request_tokens: int | None) -> int:
-        """The longest request that is taken; PlanError if the pool cannot hold one."""
-        most = self.pool.tables.max_tokens + 1
-        if max_request_tokens is not None:
-            wanted = whole(max_request_tokens, "max_request_tokens of a scheduler", least=2, error=PlanError)
-            need = self._need(wanted)
-            if wanted > most or not need.fits_empty:
-                raise PlanError(
-                    f"the pool cannot hold one request of {wanted} tokens: {need}, and the arena has "
-                    f"{self.pool.plan.arena_bytes:,} bytes and tables for {most - 1} tokens; give the pool more memory "
-                    "or larger max_tokens, or the scheduler smaller max_request_tokens"
-                )
-            return wanted
-        if not self._need(2).fits_empty:
-            raise PlanError(
-                f"the pool cannot hold one request: {self._need(2)}, and the arena has "
-                f"{self.pool.plan.arena_bytes:,} bytes; give it more memory"
-            )
-        if self._need(most).fits_empty:
-            return most
-        fitting, refused = 2, most
-        while refused - fitting > 1:
-            middle = (fitting + refused) // 2
-            if self._need(middle).fits_empty:
-                fitting = middle
-            else:
-                refused = middle
-        return fitting
-
-
-def _lengths(num_prompt_tokens: int, max_new_tokens: int) -> tuple[int, int]:
-    return (
-        whole(num_prompt_tokens, "num_prompt_tokens of a request", least=1, error=SequenceError),
-        whole(max_new_tokens, "max_new_tokens of a request", least=1, error=SequenceError),
-    )
