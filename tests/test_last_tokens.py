@@ -19,7 +19,7 @@ def generation_of(*tokens: int) -> Generation:
     parts: Any = SimpleNamespace(reason=lambda tokens: None)
     made = Generation([100, 101, 102], parts, parts, generator=None, with_logprobs=False, tag=None)
     for token in tokens:
-        made.take(token, 0.0)
+        made.add(token, 0.0)
     return made
 
 
@@ -89,5 +89,5 @@ def test_a_generation_that_comes_back_to_an_older_row_has_its_newest_token() -> 
         forward = forward_over(pool, {a: sequence})
         fed(tokens, forward)
         sampled(tokens, forward, [new])
-        a.take(new, 0.0)
+        a.add(new, 0.0)
     assert fed(tokens, forward_over(pool, {a: first})) == [32]
