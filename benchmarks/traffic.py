@@ -1,11 +1,10 @@
 """Traffic that changes every few minutes: one arena beside fixed pools, phase by phase, on a simulated H200.
 
-Long contexts, then many short requests, then both, all queued, so that in every phase memory is what there is too
-little of. What counts is new tokens a second from the time when the last request of the phases before is done, as what
-a policy was slow with must not count for or against it, until the last of its own is admitted; and how long everything
-takes. The arena has one setting for all phases. Beside it, fixed pools (`split=` on the same code): at the default
-split of a widely used engine, at the split that is best for all of it, and at the best one for each phase, which are
-found by search over the first requests of each phase. Nothing here is measured on a GPU.
+Long contexts, then many short requests, then both, so that in every phase memory is what there is too little of. A
+phase comes all at once, when the one before is done: what counts is new tokens a second until its last request is done.
+The arena has one setting for all phases. Beside it, fixed pools (`split=` on the same code): at the default split of a
+widely used engine, at the split that is best for all phases, and at the best one for each, which are found by search.
+Nothing here is measured on a GPU.
 
 The arena pays for its freedom by moving pages: their bytes over the keys, values and states that decoding reads.
 
@@ -15,10 +14,8 @@ The arena pays for its freedom by moving pages: their bytes over the keys, value
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,7 +36,6 @@ SETTINGS: dict[str, Any] = {"max_running": 1024, "step_tokens": 8192}
 NUM_REQUESTS = {"gpt-oss-20b": (240, 8000), "qwen3.5-4b": (450, 4500)}
 LONG, SHORT = (8192, 1024), (256, 512)  # mean tokens of prompts and answers
 SPREAD = 0.4
-SEARCHED = 0.3  # of the requests of a phase
 PHASES = ("long", "short", "both")
 
 Split = Mapping[str, float] | None
@@ -68,50 +64,16 @@ class Model:
 
 
 class Watch:
-    """The clock of a replay and what it counts: new tokens by phase, and the bytes that decoding reads."""
+    """What a replay reads for decoding: keys, values and states, in bytes."""
 
-    def __init__(self, work: Work, phases: Sequence[Sequence[Arrival]]) -> None:
+    def __init__(self, work: Work) -> None:
         self._work = work
-        self._phase_of = {id(arrival): number for number, phase in enumerate(phases) for arrival in phase}
-        self._num_left = [len(phase) for phase in phases]
-        self._num_waiting = [len(phase) for phase in phases]
-        self._began: list[tuple[float, int] | None] = [None] * len(phases)  # seconds and new tokens until then
-        self._ended: list[tuple[float, int] | None] = [None] * len(phases)
-        self._come: set[int] = set()
-        self.now_s = 0.0
-        self._num_new = self._moved_bytes = 0
         self.decode_bytes = 0.0
 
     def __call__(self, scheduler: Scheduler, round: Round) -> None:
-        for request in round.admitted:
-            if id(request.tag) not in self._come:
-                self._come.add(id(request.tag))
-                number = self._phase_of[id(request.tag)]
-                self._num_waiting[number] -= 1
-                if not self._num_waiting[number]:
-                    self._ended[number] = (self.now_s, self._num_new)
         for forward in round.forwards:
-            self.now_s += self._work.seconds(forward, DEVICE)
-            self._num_new += int(np.count_nonzero(forward.samples))
             if forward.is_decode:
                 self.decode_bytes += self._work.cache_bytes(forward)
-        moved_bytes = sum(band.moved_pages * band.grid.page_bytes for band in scheduler.pool.allocator.bands)
-        self.now_s += 2 * (moved_bytes - self._moved_bytes) / DEVICE.bytes_per_s
-        self._moved_bytes = moved_bytes
-        for request in round.last_tokens:
-            self._num_left[self._phase_of[id(request.tag)]] -= 1
-        for number, began in enumerate(self._began):
-            if began is None and not any(self._num_left[:number]):
-                self._began[number] = (self.now_s, self._num_new)
-
-    def phases(self) -> list[tuple[float, float]]:
-        """Seconds that each phase lasted, and its new tokens a second."""
-        times = []
-        for began, ended in zip(self._began, self._ended):
-            assert began is not None and ended is not None
-            lasted_s = ended[0] - began[0]
-            times.append((lasted_s, (ended[1] - began[1]) / lasted_s if lasted_s > 0 else 0.0))
-        return times
 
 
 def models(memory: str) -> list[Model]:
@@ -143,60 +105,67 @@ def traffic(num_long: int, num_short: int, seed: int) -> list[list[Arrival]]:
 
 
 def search(model: Model, phases: Sequence[Sequence[Arrival]], num_tries: int) -> dict[str, Split]:
-    """The splits to compare with, by name, found over the first requests of each phase."""
+    """The splits to compare with, by name: for each phase, and for all of them one after another."""
+    known: dict[tuple[float, ...], list[Report]] = {}
 
-    def best(asked: Sequence[Sequence[Arrival]]) -> dict[str, float]:
-        sample = [arrival for phase in asked for arrival in phase[: max(1, round(SEARCHED * len(phase)))]]
-        known: dict[tuple[float, ...], Report] = {}
+    def reports_of(split: Mapping[str, float]) -> list[Report]:
+        key = tuple(round(share, 6) for share in split.values())
+        if key not in known:
+            known[key] = [model.run(phase, split) for phase in phases]
+        return known[key]
 
-        def run(split: Mapping[str, float]) -> Report:
-            key = tuple(round(share, 6) for share in split.values())
-            if key not in known:
-                known[key] = model.run(sample, split)
-            return known[key]
+    splits: dict[str, Split] = {"default split": default_split(model.plan)}
+    for place, name in enumerate(PHASES):
 
-        return best_split(model.plan, run, num_tries=num_tries)[0]
+        def report_of(split: Mapping[str, float], place: int = place) -> Report:
+            return reports_of(split)[place]
 
-    splits: dict[str, Split] = {"default split": default_split(model.plan), "best of all": best(phases)}
-    return splits | {f"best of {name}": best([phase]) for name, phase in zip(PHASES, phases)}
+        splits[f"best of {name}"], _ = best_split(model.plan, report_of, num_tries=num_tries)
+    num_requests = sum(len(phase) for phase in phases)
+    names = [subpool.name for subpool in model.plan.subpools]
+    done = {key: of for key, of in known.items() if sum(report.num_completed for report in of) == num_requests}
+    best_key = min(done, key=lambda key: sum(report.seconds for report in done[key]))
+    return splits | {"best of all": dict(zip(names, best_key))}
 
 
 def measure(model: Model, phases: Sequence[Sequence[Arrival]], splits: Mapping[str, Split]) -> list[Record]:
-    everything = [arrival for phase in phases for arrival in phase]
     records, rates = [], {}
     for policy, split in {"arena": None, **splits}.items():
-        watch = Watch(model.work, phases)
-        report = model.run(everything, split, watch)
-        rates[policy] = [rate for _, rate in watch.phases()]
-        for name, (lasted_s, rate) in zip(PHASES, watch.phases()):
-            records.append(record(f"{model.name}/{name}", "new_tokens_per_s", rate, "1/s", policy=policy))
-            records[-1] |= {"lasted_s": lasted_s, "split": split}
-        records.append(record(f"{model.name}/all", "seconds", report.seconds, "s", policy=policy))
-        records.append(
-            record(f"{model.name}/all", "retractions_per_1000", report.retractions_per_1000, "1", policy=policy)
-        )
+        watch = Watch(model.work)
+        reports = [model.run(phase, split, watch) for phase in phases]
+        # Pools that cannot hold a request serve another traffic.
+        rates[policy] = [
+            report.new_tokens_per_s if report.num_completed == report.num_requests else 0.0 for report in reports
+        ]
+        for name, report in zip(PHASES, reports):
+            records.append(
+                record(f"{model.name}/{name}", "new_tokens_per_s", report.new_tokens_per_s, "1/s", policy=policy)
+            )
+            records[-1] |= {
+                "lasted_s": report.seconds,
+                "split": split,
+                "running": report.time_mean_running,
+                "retractions_per_1000": report.retractions_per_1000,
+            }
+        seconds = sum(report.seconds for report in reports)
+        records.append(record(f"{model.name}/all", "seconds", seconds, "s", policy=policy))
         if split is None:
+            moved_bytes = sum(report.moved_bytes for report in reports)
             records.append(
                 record(
-                    f"{model.name}/all",
-                    "moved_bytes",
-                    report.moved_bytes,
-                    "B",
-                    reference=watch.decode_bytes,
-                    policy=policy,
+                    f"{model.name}/all", "moved_bytes", moved_bytes, "B", reference=watch.decode_bytes, policy=policy
                 )
             )
     for place, name in enumerate(PHASES):
         policy = max((policy for policy in rates if policy != "arena"), key=lambda policy: rates[policy][place])
-        if not rates[policy][place]:
-            continue  # so few requests that the phase has no time of its own
+        best = rates[policy][place]
         records.append(
             record(
                 f"{model.name}/{name}",
                 "arena_over_best_split",
                 rates["arena"][place],
                 "1/s",
-                reference=rates[policy][place],
+                reference=best,
                 policy=policy,
             )
         )
@@ -208,7 +177,6 @@ def main() -> None:
     options.add_argument("--model", nargs="+", choices=sorted(NUM_REQUESTS), default=list(NUM_REQUESTS))
     options.add_argument("--memory", default="8GiB")
     options.add_argument("--share", type=float, default=1.0, help="of the requests of two minutes a phase")
-    options.add_argument("--splits", type=Path, help="JSON of splits by model and name, instead of the search")
     options.add_argument("--quick", action="store_true", help="1GiB and a twenty-fifth of the requests: says little")
     options.add_argument("--seed", type=int, default=0)
     arguments = options.parse_args()
@@ -218,8 +186,7 @@ def main() -> None:
             num_long, num_short = NUM_REQUESTS[model.name]
             share, num_tries = (0.04, 1) if arguments.quick else (arguments.share, 8)
             phases = traffic(round(num_long * share), round(num_short * share), arguments.seed)
-            given = json.loads(arguments.splits.read_text()) if arguments.splits else {}
-            records += measure(model, phases, given.get(model.name) or search(model, phases, num_tries))
+            records += measure(model, phases, search(model, phases, num_tries))
     publish(records, arguments.json)
     print(f"seed {arguments.seed}, {DEVICE.name}, {SETTINGS}; simulated, not measured")
 

@@ -26,7 +26,7 @@ from torch_uma.sequence import Sequence
 from torch_uma.step import Step
 from torch_uma.tables import Int64Array
 
-NUM_LIVES, NUM_OPERATIONS = 300, 60
+NUM_LIVES, NUM_OPERATIONS = 340, 60
 
 
 def random_layers(rnd: random.Random) -> list[Layer]:

@@ -14,7 +14,7 @@ from torch_uma.simulate import Attention, Work
 sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
 from geometries import GEOMETRIES
-from traffic import Model, Watch, traffic
+from traffic import PHASES, Model, Watch, measure, search, traffic
 
 WORK = Work(
     weight_bytes=8e9,
@@ -31,24 +31,26 @@ def model() -> Model:
     return Model(name="qwen", plan=plan, work=WORK, is_packed=False)
 
 
-def test_the_clock_is_that_of_the_replay_and_phases_follow_each_other(model: Model) -> None:
+def test_every_phase_is_served_to_its_end_by_every_policy(model: Model) -> None:
     phases = traffic(8, 40, seed=0)
-    watch = Watch(model.work, phases)
-    report = model.run([arrival for phase in phases for arrival in phase], watch=watch)
-    assert report.num_completed == 8 + 40 + 4 + 20
-    assert report.moved_bytes > 0
-    assert watch.now_s == pytest.approx(report.seconds, rel=1e-9)
-    new_tokens = sum(arrival.num_new_tokens for phase in phases for arrival in phase)
-    lasted_s = [lasted for lasted, _ in watch.phases()]
-    assert lasted_s[0] > 0 and sum(lasted_s) < report.seconds
-    assert 0 < sum(lasted * rate for lasted, rate in watch.phases()) < new_tokens  # the others between the phases
-    assert report.new_tokens_per_s * report.seconds == pytest.approx(new_tokens)
+    splits = search(model, phases, 1)
+    assert set(splits) == {"default split", "best of all", *(f"best of {name}" for name in PHASES)}
+    records = {(each["case"], each["metric"], each["policy"]): each for each in measure(model, phases, splits)}
+    for name, phase in zip(PHASES, phases):
+        new_tokens = sum(arrival.num_new_tokens for arrival in phase)
+        rates = {policy: records[(f"qwen/{name}", "new_tokens_per_s", policy)] for policy in ("arena", *splits)}
+        done = {policy: rate["value"] * rate["lasted_s"] for policy, rate in rates.items()}
+        assert done["arena"] == pytest.approx(new_tokens) and max(done.values()) <= new_tokens * 1.000001
+        best = max(rates[policy]["value"] for policy in splits if done[policy] > new_tokens * 0.999999)
+        (ratio,) = (each for key, each in records.items() if key[:2] == (f"qwen/{name}", "arena_over_best_split"))
+        assert ratio["reference"] == best and ratio["value"] == rates["arena"]["value"]
+    assert records[("qwen/all", "moved_bytes", "arena")]["value"] > 0
 
 
 def test_decoding_reads_its_keys_and_states_once(model: Model) -> None:
     read = []
     phases = traffic(2, 2, seed=0)
-    watch = Watch(model.work, phases)
+    watch = Watch(model.work)
 
     def see(scheduler: torch_uma.scheduling.Scheduler, round: torch_uma.scheduling.Round) -> None:
         watch(scheduler, round)
