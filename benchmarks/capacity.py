@@ -27,10 +27,9 @@ import torch_uma
 from torch_uma.errors import OutOfMemory, PlanError
 from torch_uma.layout import Chunk, State, Window
 from torch_uma.plan import Plan, SubPool
+from torch_uma.simulate.splits import default_split
 
 MIXES = ((128, 128), (512, 128), (1024, 512), (4096, 512), (16384, 1024))
-STATE_TO_REST = 0.9  # bytes for states over bytes for the rest
-WINDOW_TO_FULL = 0.8  # tokens for a window over tokens for full attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,23 +57,6 @@ def exact_fit(plan: Plan, num_tokens: int, page_size: int) -> Fit:
     request_bytes = sum(exact_bytes(subpool, num_tokens, page_size) for subpool in plan.subpools)
     num_requests = int(plan.arena_bytes // request_bytes)
     return Fit(num_requests=num_requests, left_bytes=int(plan.arena_bytes - num_requests * request_bytes))
-
-
-def default_split(plan: Plan) -> dict[str, float]:
-    """Shares by fixed ratios, knowing nothing of the traffic."""
-    paged = [subpool for subpool in plan.subpools if not subpool.is_state]
-    weights = {
-        subpool.name: subpool.bytes_per_token * (1.0 if subpool.lifetime.first_needed(1 << 30) == 0 else WINDOW_TO_FULL)
-        for subpool in paged
-    }
-    rest = sum(weights.values())
-    states = [subpool.name for subpool in plan.subpools if subpool.is_state]
-    if states and paged:
-        weights |= {name: STATE_TO_REST * rest / len(states) for name in states}
-    elif states:
-        weights = dict.fromkeys(states, 1.0)
-    total = sum(weights.values())
-    return {name: weight / total for name, weight in weights.items()}
 
 
 def best_split(plan: Plan, page_size: int) -> dict[str, float]:

@@ -15,16 +15,14 @@ from workloads_h200 import (
     HEADROOM_STEPS,
     PAGE_SIZE,
     STATE_SLOTS,
-    STATE_TO_REST,
     STEP_TOKENS,
-    WINDOW_TO_FULL,
     Workload,
 )
 
 from torch_uma.plan import Plan, plan
 from torch_uma.scheduling import Round, Scheduler
 from torch_uma.simulate import Arrival, Report, Work, replay
-from torch_uma.simulate.splits import default_split
+from torch_uma.simulate.splits import WINDOW_TO_FULL, default_split
 
 NEAR = 0.01  # as good as the number that something is inferred from
 
@@ -44,7 +42,7 @@ class Setting:
         """Of the pools, if it is pools."""
         if not self.is_split:
             return None
-        return default_split(planned, state_to_rest=STATE_TO_REST, window_to_full=self.window_to_full)
+        return default_split(planned, window_to_full=self.window_to_full)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +144,6 @@ def _stretched(workload: Workload, scale: float) -> Workload:
 def full_tokens_per_byte(workload: Workload) -> float:
     """Tokens for full attention that the pools have, for each byte of memory."""
     planned = plan(workload.model.layers(1, torch.float32), memory="64GiB", page_size=PAGE_SIZE)
-    shares = default_split(planned, state_to_rest=STATE_TO_REST, window_to_full=WINDOW_TO_FULL)
+    shares = default_split(planned)
     full = next(subpool for subpool in planned.subpools if subpool.name == "full")
     return shares["full"] / full.bytes_per_token

@@ -21,7 +21,6 @@ from torch_uma.simulate import DEVICES, Device, Work
 RUNNING_QWEN, RUNNING_GPT_OSS = 22, 618  # published of the pools: two inputs are inferred from these
 GPU_BYTES = 143_771 << 20  # what an H200 has
 RESERVED_BYTES = (25 << 30) // 2  # for activations and graphs
-STATE_TO_REST, WINDOW_TO_FULL = 0.9, 0.8
 MXFP4_BITS = 4.25  # with a scale of 8 bits for 32 values
 PAGE_SIZE = 16
 STEP_TOKENS = 8192

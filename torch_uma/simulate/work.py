@@ -29,6 +29,11 @@ class Attention:
     token_bytes: float
     pair_flops: float
 
+    def num_keys(self, past: Int64Array, num_new_tokens: int) -> int:
+        """Keys that rows with `past` [n] tokens read, each once, when all of them take so many new ones."""
+        seen = past if self.window is None else np.minimum(past, self.window - 1)
+        return int(seen.sum()) + num_new_tokens
+
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
@@ -59,13 +64,12 @@ class Work:
         """How long a forward takes on a device, every part of it at whichever bound is the slower."""
         past, num_rows = forward.starts, len(forward.starts)
         new = forward.num_new_tokens if isinstance(forward.num_new_tokens, int) else np.array(forward.num_new_tokens)
-        num_tokens = new * num_rows if isinstance(new, int) else int(new.sum())
+        num_tokens = _num_tokens(forward)
         flops = num_tokens * self.token_flops + int(np.count_nonzero(forward.samples)) * self.head_flops
         seconds = device.bound_s(flops, self.weight_bytes + self._expert_bytes(num_tokens))
         seconds += device.bound_s(0, 2 * num_rows * self.state_bytes)
         for kind in self.attention:
-            seen = past if kind.window is None else np.minimum(past, kind.window - 1)
-            num_keys = int(seen.sum()) + num_tokens
+            num_keys = kind.num_keys(past, num_tokens)
             pairs = num_keys if num_tokens == num_rows else _num_pairs(past, new, kind.window)
             num_bytes = kind.token_bytes * (num_keys + num_tokens)
             seconds += kind.num_layers * device.bound_s(kind.pair_flops * pairs, num_bytes)
@@ -73,11 +77,9 @@ class Work:
 
     def cache_bytes(self, forward: Forward) -> float:
         """Bytes of keys, values and states that a forward reads, each once."""
-        past, new = forward.starts, np.broadcast_to(np.asarray(forward.num_new_tokens, np.int64), forward.starts.shape)
-        num_bytes = len(new) * self.state_bytes
+        num_tokens, num_bytes = _num_tokens(forward), len(forward.starts) * self.state_bytes
         for kind in self.attention:
-            keys = past + new if kind.window is None else np.minimum(past, kind.window - 1) + new
-            num_bytes += kind.num_layers * kind.token_bytes * int(keys.sum())
+            num_bytes += kind.num_layers * kind.token_bytes * kind.num_keys(forward.starts, num_tokens)
         return num_bytes
 
     def _expert_bytes(self, num_tokens: int) -> float:
@@ -85,6 +87,11 @@ class Work:
         if not self.num_experts:
             return 0.0
         return self.expert_bytes * (1 - (1 - self.experts_per_token / self.num_experts) ** num_tokens)
+
+
+def _num_tokens(forward: Forward) -> int:
+    new = forward.num_new_tokens
+    return new * len(forward.starts) if isinstance(new, int) else sum(new)
 
 
 def _num_pairs(past: Int64Array, new: Int64Array | int, window: int | None) -> int:
