@@ -20,7 +20,7 @@ from torch_uma.integrations.transformers.declare import declare
 from torch_uma.integrations.transformers.devices import Shard, memory_by_device, several, shards_of
 from torch_uma.integrations.transformers.given import GivenStep
 from torch_uma.integrations.transformers.layers import HybridLayer, make_layers, parts_of
-from torch_uma.integrations.transformers.made_for import check_made_for, config_of, origin_of
+from torch_uma.integrations.transformers.made_for import check_made_for, config_of, origin_of, reads_in_place
 from torch_uma.integrations.transformers.making import Making
 from torch_uma.integrations.transformers.origin import Origin, text_config_of
 from torch_uma.integrations.transformers.own import Lightning, as_minimax_cache, with_lightning
@@ -28,7 +28,7 @@ from torch_uma.integrations.transformers.places import StepPlaces
 from torch_uma.integrations.transformers.shards import ShardedRows, ShardedSteps
 from torch_uma.integrations.transformers.states import StateLayer
 from torch_uma.integrations.transformers.steps import OwnSteps
-from torch_uma.integrations.transformers.stores import parts_of_memory
+from torch_uma.integrations.transformers.stores import has_index, stores_tokens
 from torch_uma.integrations.transformers.taking import TakingPlaces, TakingSteps
 from torch_uma.integrations.transformers.tokens import AttentionLayer, IndexedLayer, ReferenceLayer
 from torch_uma.integrations.transformers.versions import (
@@ -37,7 +37,7 @@ from torch_uma.integrations.transformers.versions import (
     makes_masks,
     text_of_prefill,
 )
-from torch_uma.layout import Chunk, Layer, State, Window
+from torch_uma.layout import Chunk, Layer, Window
 from torch_uma.precision import kept_as
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class UnifiedCache(Cache):
             raise PlanError(f"{several(devices)}, and the cache has a pool on each; leave device= out")
         if device is None:
             device = devices[0] if devices else getattr(model_or_config, "device", None)
-        config, has_attention = text_config_of(model_or_config), _stores_tokens(layers)
+        config, has_attention = text_config_of(model_or_config), stores_tokens(layers)
 
         def is_in_place() -> bool:
             return not has_attention or is_used(config)
@@ -125,8 +125,7 @@ class UnifiedCache(Cache):
         origin.check(step.pool)
         cache = cls.__new__(cls)
         # States are views: nothing is fetched.
-        in_place = not _stores_tokens(step.pool.plan.layers) or is_used(config_of(step.pool))
-        places = StepPlaces(step.pool, step, whole=True, in_place=in_place)
+        places = StepPlaces(step.pool, step, whole=True, in_place=reads_in_place(step.pool))
         cache._steps = GivenStep(places, step.pool, origin)
         cache._bind(step.pool.plan.layers)
         return cache
@@ -135,7 +134,7 @@ class UnifiedCache(Cache):
     def _of_multi_step(cls, multi: MultiStep) -> UnifiedCache:
         """The cache of a multi-step; SequenceError for a model that has states or does not attend in the arena."""
         config = config_of(multi.pool)
-        if _has_index(multi.pool.plan.layers):
+        if has_index(multi.pool.plan.layers):
             raise SequenceError(
                 "a model that chooses its keys by index keys asks how many there are, which nobody knows on the host "
                 "during a multi-step; take its steps one by one"
@@ -155,10 +154,10 @@ class UnifiedCache(Cache):
         """SequenceError if the model cannot tell apart sequences with so many new tokens, packed into one batch row."""
         state = next((subpool.name for subpool in pool.plan.subpools if subpool.is_state), None)
         config = config_of(pool)
-        has_index = _has_index(pool.plan.layers)
-        if state is None and not has_index and is_used(config):
+        chooses_keys = has_index(pool.plan.layers)
+        if state is None and not chooses_keys and is_used(config):
             return
-        if has_index:
+        if chooses_keys:
             why, remedy = "layers with index keys would choose among the keys of all of them", ""
         elif state is not None:
             why, remedy = f"layers with a {state!r} would carry it from one into the next", ""
@@ -179,7 +178,7 @@ class UnifiedCache(Cache):
         Cache.__init__(self, layers=list(make_layers(layers, self._steps)))
         self._declared = layers
         self._prompt: torch.Tensor | None = None  # what `generate()` began with, of a model that has states alone
-        self._has_index = _has_index(layers)
+        self._has_index = has_index(layers)
         # Models with states beside index keys, as qwen4_exp and glm5_next, read numbers back to group what they choose.
         self._is_eager = self._has_index and any(self.is_linear)
         self._may_be_fixed = not self._is_eager and not any(
@@ -488,13 +487,3 @@ class UnifiedCache(Cache):
         layer = self.layers[layer_idx]
         assert isinstance(layer, StateLayer)
         return layer
-
-
-def _stores_tokens(layers: Sequence[Layer]) -> bool:
-    """Whether any layer stores something for attention."""
-    return any(not isinstance(memory.lifetime, State) for layer in layers for memory in layer.memories)
-
-
-def _has_index(layers: Sequence[Layer]) -> bool:
-    """Whether any layer chooses keys by index keys."""
-    return any("index" in parts_of_memory(memory) for layer in layers for memory in layer.memories)

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 from transformers import PreTrainedConfig
 
 from torch_uma.errors import PlanError
+from torch_uma.integrations.transformers.attention import is_used
 from torch_uma.integrations.transformers.declare import declare
 from torch_uma.integrations.transformers.devices import devices_of, several
 from torch_uma.integrations.transformers.origin import Origin, text_config_of
+from torch_uma.integrations.transformers.stores import stores_tokens
 from torch_uma.layout import Layer, Row
 
 if TYPE_CHECKING:
@@ -27,6 +29,11 @@ _ORIGINS: weakref.WeakKeyDictionary[CachePool, Origin] = weakref.WeakKeyDictiona
 def config_of(pool: CachePool) -> PreTrainedConfig | None:
     """The text config of the model that a pool was made of, None if it was made of a plan or the model is gone."""
     return text_config_of(None if pool.made_for is None else pool.made_for())
+
+
+def reads_in_place(pool: CachePool) -> bool:
+    """Whether what stores tokens in a pool reads them there; also where nothing does, as states are views."""
+    return not stores_tokens(pool.plan.layers) or is_used(config_of(pool))
 
 
 def check_made_for(pool: CachePool, model_or_config: Any) -> None:

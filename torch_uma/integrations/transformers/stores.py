@@ -5,6 +5,7 @@ Made once for an arena; nothing here depends on a step.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING
@@ -140,6 +141,16 @@ def parts_of_memory(memory: Memory) -> list[str]:
         return names
     has = {"tokens": bool(set(names) - {INDEX_KEY, INDEX_POSITION}), "index": INDEX_KEY in names}
     return [name for name in has if has[name]]
+
+
+def stores_tokens(layers: Iterable[Layer]) -> bool:
+    """Whether any layer stores something for attention."""
+    return any(not isinstance(memory.lifetime, State) for layer in layers for memory in layer.memories)
+
+
+def has_index(layers: Iterable[Layer]) -> bool:
+    """Whether any layer chooses keys by index keys."""
+    return any("index" in parts_of_memory(memory) for layer in layers for memory in layer.memories)
 
 
 def _store(pool: CachePool, layer: int) -> Store:

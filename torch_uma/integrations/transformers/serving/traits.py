@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torch_uma.errors import PlanError
-from torch_uma.integrations.transformers.attention import NAME, is_used
-from torch_uma.integrations.transformers.made_for import check_made_for, config_of
+from torch_uma.integrations.transformers.attention import NAME
+from torch_uma.integrations.transformers.made_for import check_made_for, reads_in_place
 from torch_uma.integrations.transformers.origin import text_config_of
 from torch_uma.integrations.transformers.prompt import REFERENCE
 from torch_uma.integrations.transformers.serving.trial import try_together
-from torch_uma.integrations.transformers.stores import parts_of_memory
+from torch_uma.integrations.transformers.stores import has_index
 from torch_uma.integrations.transformers.versions import cache_argument
-from torch_uma.layout import Chunk, State
+from torch_uma.layout import Chunk
 
 if TYPE_CHECKING:
     from torch_uma.pool import CachePool
@@ -48,7 +48,7 @@ def traits_of(model: Any, pool: CachePool) -> Traits:
     """
     _check_generates(model)
     check_made_for(pool, model)
-    layers, in_place = pool.plan.layers, _is_in_place(pool)
+    layers, in_place = pool.plan.layers, reads_in_place(pool)
     model_type = model.config.model_type
     if any(layer.name == REFERENCE for layer in layers):
         raise PlanError(
@@ -76,12 +76,12 @@ def traits_of(model: Any, pool: CachePool) -> Traits:
 def check_compiles(model: Any, pool: CachePool) -> None:
     """PlanError if a decode step over rows of any length is not one graph, with the reason."""
     layers, model_type = pool.plan.layers, model.config.model_type
-    if any("index" in parts_of_memory(memory) for layer in layers for memory in layer.memories):
+    if has_index(layers):
         raise PlanError(
             f"{model_type} chooses its keys by index keys, of which there are more with each step, and each number of "
             "them would be a graph of its own; leave compile= out"
         )
-    if not _is_in_place(pool):
+    if not reads_in_place(pool):
         raise PlanError(
             f"{model_type} attends by {model.config._attn_implementation!r}, for which rows of unequal length are "
             f"copied, and every length would be a graph of its own; call model.set_attn_implementation({NAME!r}) and "
@@ -96,13 +96,6 @@ def _check_generates(model: Any) -> None:
             f"a loop needs a transformers model that can generate(), with a head that gives logits, but was given a "
             f"{type(model).__name__}; AutoModelForCausalLM makes one"
         )
-
-
-def _is_in_place(pool: CachePool) -> bool:
-    """Whether attention reads the arena, or there is none."""
-    layers = pool.plan.layers
-    attends = any(not isinstance(memory.lifetime, State) for layer in layers for memory in layer.memories)
-    return not attends or is_used(config_of(pool))
 
 
 def _max_positions(model: Any) -> int | None:
