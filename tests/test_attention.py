@@ -263,7 +263,7 @@ def test_a_layer_that_shares_keys_reads_those_of_the_layer_that_stored_them(monk
         torch_uma.Layer(memories=(torch_uma.Memory(lifetime=torch_uma.Window(9), rows=rows),)),
         torch_uma.Layer(shares=0),
     ]
-    monkeypatch.setattr("torch_uma.integrations.transformers.cache.is_used", lambda config: True)
+    monkeypatch.setattr("torch_uma.integrations.transformers.made_for.is_used", lambda config: True)
     pool = CachePool(layers, memory=1 << 16, page_size=4)
     torch_uma.testing.poison(pool)
     sequence = pool.add()
