@@ -27,9 +27,10 @@ def _settings(arena: Report, max_running: int, used: float) -> str:
         return f"{arena.num_refused:,} requests are longer than the arena can hold: give it more memory"
     if arena.retractions_per_1000 > _MANY_RETRACTIONS:
         share = arena.recomputed_tokens / max(1, arena.num_completed)
+        host_memory = ", host_memory," if arena.recomputed_tokens else ""
         return (
             f"{arena.retractions_per_1000:,.0f} retractions for each 1,000 requests, and {share:,.0f} tokens computed "
-            "again for each: try more headroom_steps, host_memory, or a smaller max_running"
+            f"again for each: try more headroom_steps{host_memory} or a smaller max_running"
         )
     if arena.max_running == max_running and used < _LITTLE_USED:
         return (
@@ -38,8 +39,8 @@ def _settings(arena: Report, max_running: int, used: float) -> str:
         )
     if used < _LITTLE_USED and not arena.dropped + arena.offloaded:
         return (
-            f"{used:.0%} of the arena was in use on the mean, and nobody was retracted: memory does not limit this "
-            "traffic; less would do, or more requests fit"
+            f"{used:.0%} of the arena was in use on the mean, and nobody was retracted: try less memory, or more "
+            "requests a second"
         )
     return (
         f"at most {arena.max_running:,} of the {max_running:,} allowed ran at once, in {used:.0%} of the arena on the "
