@@ -1,10 +1,11 @@
 """Host time of a round in which everybody decodes: vLLM's scheduler and ours in turns, in microseconds of CPU time.
 
-Owns the comparison. Both have as many bytes and prompts of the same lengths; nobody waits, ends or is taken out. vLLM's
-is `schedule()`, which finds the blocks, and `update_from_output()`. Ours is `schedule()`, `begin` and `commit` of every
-forward, which find the pages, and `complete()`; `scheduler_us` is without `begin` and `commit`. Medians, and means, in
-which the rounds that begin a page count as well. vLLM's also looks at each token and writes each request's output; ours
-counts tokens, and writes the tables of pages that the forward reads, which vLLM leaves to its model runner.
+Owns the comparison, with and without vLLM's prefix caching. Both have as many bytes and prompts of the same lengths;
+nobody waits, ends or is taken out. vLLM's is `schedule()`, which finds the blocks, and `update_from_output()`. Ours is
+`schedule()`, `begin` and `commit` of every forward, which find the pages, and `complete()`; `scheduler_us` is without
+`begin` and `commit`. Medians, and means, in which the rounds that begin a page count as well. vLLM's also looks at each
+token and writes each request's output; ours counts tokens, and writes the tables of pages that a forward reads, which
+vLLM leaves to its model runner.
 
     PYTHONPATH=.:benchmarks python -m peers.vllm_host --json host.json
 """
@@ -82,15 +83,15 @@ def main() -> None:
     options.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     options.add_argument("--running", type=int, default=256)
     options.add_argument("--turns", type=int, default=10, help=f"of {TURN_ROUNDS} rounds each")
-    options.add_argument("--no-prefix-caching", action="store_true")
     options.add_argument("--seed", type=int, default=0)
     arguments = options.parse_args()
     if (sentence := why_not()) is not None:
         sys.exit(sentence)
     torch.set_num_threads(1)
     records = [
-        measure(model, arguments.running, arguments.turns, not arguments.no_prefix_caching, arguments.seed)
+        measure(model, arguments.running, arguments.turns, prefix_caching, arguments.seed)
         for model in arguments.models
+        for prefix_caching in (True, False)
     ]
     publish(records, arguments.json)
     for entry in records:

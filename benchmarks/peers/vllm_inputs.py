@@ -1,7 +1,8 @@
 """What vLLM's planner and scheduler are handed: layers as its own specs, and a config whose model is a few fields.
 
 Owns what is not vLLM's own, and the version that it is written for. Attention has blocks of 16 tokens, as with
-FlashAttention; scheduling is synchronous.
+FlashAttention; states are saved at the end of a forward, as with every prefill but FlashInfer's; scheduling is
+synchronous.
 """
 
 from __future__ import annotations
