@@ -168,8 +168,8 @@ def gpt_oss_rows(workload: Workload, setting: Setting) -> Iterator[Row]:
         1.14,
         pools,
         arena,
-        "keys and values are most of what a forward reads, and they grow with how many run; what it costs however few "
-        "run is presumably more than what is charged, as above; the lengths were not published, others are below",
+        "lengths were not published: the shorter they are, the more of a forward's time does not depend on how many "
+        "run, and the more is gained (others are below)",
     )
     pools = serve(workload, replace(setting, is_split=True, window_to_full=TUNED_WINDOW_TO_FULL))
     yield _gain(
