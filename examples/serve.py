@@ -17,9 +17,9 @@ from typing import Any
 import tiny_models
 import torch
 import uvicorn
-from serving.app import make_app
-from serving.engine import Engine
-from serving.metrics import Metrics
+from server.app import make_app
+from server.engine import Engine
+from server.metrics import Metrics
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from torch_uma import ServingLoop, TorchUmaError

@@ -13,6 +13,7 @@ from tiny_models import BUILDERS, build, prompts, tokenizer
 import torch_uma
 
 ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def run_block(document: str, number: int = 0, **names: Any) -> dict[str, Any]:
@@ -37,6 +38,18 @@ def test_a_file_imports_only_from_those_above_it():
         source = (ROOT / "torch_uma" / (module.replace(".", "/") + ".py")).read_text()
         for imported in re.findall(r"^from torch_uma\.([\w.]+) import", source, re.MULTILINE):
             assert order.get(imported, -1) < place, f"{module} imports {imported}, which stands below it"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
+def test_what_a_page_links_to_is_there(page):
+    """Files and folders; and headings of this page and of others."""
+    links = re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text())
+    for target, _, heading in (link.partition("#") for link in links):
+        there = (page.parent / target) if target else page
+        assert there.exists(), f"{page.name} links to {target}"
+        if heading:
+            titles = re.findall(r"^#+ (.*)$", there.read_text(), re.MULTILINE)
+            assert heading in {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 def test_the_arena_of_the_drawing_is_what_the_plan_gives():

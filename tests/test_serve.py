@@ -22,9 +22,9 @@ import tiny_models
 import torch
 import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
-from serving.app import make_app
-from serving.engine import Engine
-from serving.metrics import Metrics
+from server.app import make_app
+from server.engine import Engine
+from server.metrics import Metrics
 from tiny_models import assert_same_tokens
 
 import torch_uma

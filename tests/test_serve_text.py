@@ -6,7 +6,7 @@ import pytest
 import tiny_models
 from hypothesis import given
 from hypothesis import strategies as st
-from serving.text import Text
+from server.text import Text
 
 TOKENIZER = tiny_models.tokenizer()
 

@@ -17,13 +17,13 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from transformers import GenerationConfig
 
-from serving.call import Call
-from serving.connection import BodyLimit, EventStream, while_connected
-from serving.engine import Engine
-from serving.errors import ApiError, refusal_of
-from serving.prompts import Prompts
-from serving.replies import ChatForm, CompletionForm, Reply
-from serving.schema import Ask, ChatAsk, CompletionAsk
+from server.call import Call
+from server.connection import BodyLimit, EventStream, while_connected
+from server.engine import Engine
+from server.errors import ApiError, refusal_of
+from server.prompts import Prompts
+from server.replies import ChatForm, CompletionForm, Reply
+from server.schema import Ask, ChatAsk, CompletionAsk
 
 DEFAULT_NEW_TOKENS = 16  # of a completion; the answer of a chat may be as long as there is room
 LEAST_TEMPERATURE = 1e-3  # logits over less could be too large for a number

@@ -6,8 +6,8 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from serving.errors import ApiError
-from serving.schema import ChatAsk, CompletionAsk
+from server.errors import ApiError
+from server.schema import ChatAsk, CompletionAsk
 
 
 class Prompts:

@@ -7,8 +7,8 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, NamedTuple
 
-from serving.errors import ApiError
-from serving.text import Text
+from server.errors import ApiError
+from server.text import Text
 from torch_uma import Generation
 
 

@@ -8,8 +8,8 @@ import uuid
 from collections.abc import AsyncIterator, Callable
 from typing import Any, NamedTuple
 
-from serving.call import Call, Piece
-from serving.errors import ApiError
+from server.call import Call, Piece
+from server.errors import ApiError
 
 Json = dict[str, Any]
 LEAST_LOGPROB = -9999.0  # JSON has no infinity

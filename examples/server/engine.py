@@ -11,11 +11,11 @@ from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from serving.arena import Report, report_of
-from serving.call import Answer, Call, Piece
-from serving.errors import ApiError
-from serving.metrics import Metrics
-from serving.text import Text
+from server.arena import Report, report_of
+from server.call import Answer, Call, Piece
+from server.errors import ApiError
+from server.metrics import Metrics
+from server.text import Text
 from torch_uma import Event, Generation, ServingLoop, TorchUmaError
 
 REPORT_SECONDS = 0.1  # at least, while steps follow one another
