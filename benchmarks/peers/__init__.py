@@ -1,0 +1,1 @@
+"""Other engines' own schedulers, driven on the requests of our benchmarks."""
