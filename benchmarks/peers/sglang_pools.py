@@ -124,10 +124,9 @@ def static(
 ) -> tuple[Any, Any]:
     """The same of pools that have each so many entries from the beginning."""
     assert page_size == 1
-    full = {"full_attention_layer_ids": model.numbers["full"], "page_size": 1, "dtype": KV_DTYPE} | ON
+    full = {"full_attention_layer_ids": model.numbers["full"], "page_size": page_size, "dtype": KV_DTYPE} | ON
     keys = model.memories["full"].rows[0]
     full |= {"size": num_entries["full"], "head_num": keys.shape[0], "head_dim": keys.shape[1]}
-    sizes = (num_entries["full"], num_entries["window"]) if not model.has_states else (num_entries["full"],)
     if model.has_states:
         rows = HybridReqToTokenPool(
             size=max_requests,
@@ -140,9 +139,10 @@ def static(
             **ON,
         )
         pool = HybridLinearKVPool(mamba_pool=rows.mamba_pool, **full)
-        return TokenToKVPoolAllocator(*sizes, KV_DTYPE, "cpu", pool, need_sort=False), rows
+        return TokenToKVPoolAllocator(num_entries["full"], KV_DTYPE, "cpu", pool, need_sort=False), rows
     pool = SWAKVPool(size_swa=num_entries["window"], swa_attention_layer_ids=model.numbers["window"], **full)
-    allocator = SWATokenToKVPoolAllocator(*sizes, 1, KV_DTYPE, "cpu", pool, need_sort=False)
+    sizes = (num_entries["full"], num_entries["window"], page_size)
+    allocator = SWATokenToKVPoolAllocator(*sizes, KV_DTYPE, "cpu", pool, need_sort=False)
     return allocator, ReqToTokenPool(max_requests, max_tokens, **ON)
 
 
