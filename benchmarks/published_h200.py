@@ -4,9 +4,10 @@
     python benchmarks/published_h200.py --live [--dry] [--json PATH] [--markdown PATH]
 
 Both are run by the same scheduler and allocator on the clock of `torch_uma.simulate`; pools are `split=` at the default
-ratios of that engine. Every assumption is in workloads_h200.py, and printed. Two inputs were not published, and each is
-inferred from one published number of the pools, whose row is then used up: the memory of the runs of Qwen3.5-4B from 22
-running requests, and the lengths of those of GPT-OSS-20B, in the memory that the defaults leave, from 618. With --quick
+ratios of that engine. Every assumption is in workloads_h200.py, and printed. Three inputs were not published, and each
+is inferred from one published number of the pools, whose row is then used up: the memory of the runs of Qwen3.5-4B from
+22 running requests, what a forward takes beyond the roofline from 5,880 tokens a second, and the lengths of the runs of
+GPT-OSS-20B, in the memory that the defaults leave, from 618 running requests. With --quick
 lengths are a 32nd and nothing is varied, to see that it runs; with --live the workloads run for real, as
 live_h200.py says.
 """
@@ -16,15 +17,25 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from live_h200 import run_live
 from records import Record, parser, publish, record
 from rows_h200 import Row, gpt_oss_rows, qwen_rows
-from served_h200 import full_tokens_per_byte, infer_budget_bytes, infer_lengths
+from served_h200 import Setting, full_tokens_per_byte, infer_budget_bytes, infer_forward_s, infer_lengths
 from variants_h200 import Variant, gpt_oss_variants, qwen_variants
-from workloads_h200 import ASSUMPTIONS, GPT_OSS, LONG, MANY, QWEN, RUNNING_GPT_OSS, RUNNING_QWEN
+from workloads_h200 import (
+    ASSUMPTIONS,
+    GPT_OSS,
+    LONG,
+    MANY,
+    QWEN,
+    RUNNING_GPT_OSS,
+    RUNNING_QWEN,
+    SHORT,
+    TOKENS_PER_S_QWEN,
+)
 
 QUICK_SCALE = 32
 NUM_TRIES = 3
@@ -52,17 +63,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """All that was found for one model; `inferred` says which input was, and from what."""
+    """All that was found for one model; `inferred` says which inputs were, and from what."""
 
-    inferred: str
+    inferred: tuple[str, ...]
     rows: list[Row]
     variants: list[Variant]
 
 
 def simulate(*, is_quick: bool) -> tuple[list[Record], str]:
     """All figures, as records and as a page; if quick, of short requests, and nothing is varied."""
+    scale, num_tries = (QUICK_SCALE, 1) if is_quick else (1, NUM_TRIES)
+    budget_bytes = infer_budget_bytes(LONG.scaled(scale), RUNNING_QWEN, num_tries=num_tries)
+    forward_s = infer_forward_s(SHORT.scaled(scale), TOKENS_PER_S_QWEN, budget_bytes)
+    qwen = Setting(budget_bytes=budget_bytes, forward_s=forward_s)
+    gpt_oss = Setting(budget_bytes=GPT_OSS.budget_bytes() / scale, forward_s=forward_s)
     with ProcessPoolExecutor(max_workers=2) as workers:
-        results = [workers.submit(find, is_quick) for find in (_find_qwen, _find_gpt_oss)]
+        results = [workers.submit(_find_qwen, qwen, is_quick), workers.submit(_find_gpt_oss, gpt_oss, is_quick)]
         found = [result.result() for result in results]
     records = [row.record() for figures in found for row in figures.rows]
     for variant in (variant for figures in found for variant in figures.variants):
@@ -72,30 +88,34 @@ def simulate(*, is_quick: bool) -> tuple[list[Record], str]:
     return records, "\n".join(_page(found)) + "\n"
 
 
-def _find_qwen(is_quick: bool) -> Figures:
-    scale, num_tries = (QUICK_SCALE, 1) if is_quick else (1, NUM_TRIES)
-    budget_bytes = infer_budget_bytes(LONG.scaled(scale), RUNNING_QWEN, num_tries=num_tries)
+def _find_qwen(setting: Setting, is_quick: bool) -> Figures:
     num_fitting = QWEN.budget_bytes() * full_tokens_per_byte(LONG) / LONG.mean_tokens
     return Figures(
-        inferred=f"The memory of the runs of {QWEN.name}, {budget_bytes / 1e9:.1f} GB, from {RUNNING_QWEN} running in "
-        f"pools at {LONG.num_prompt_tokens:,} in / {LONG.num_new_tokens:,} out. The defaults would leave "
-        f"{QWEN.budget_bytes() / 1e9:.0f} GB, in which pools hold {num_fitting:.0f} such requests, more than the "
-        f"{LONG.num_clients} clients: the runs had less.",
-        rows=list(qwen_rows(budget_bytes, scale)),
-        variants=[] if is_quick else list(qwen_variants(budget_bytes)),
+        inferred=(
+            f"The memory of the runs of {QWEN.name}, {setting.budget_bytes / 1e9:.1f} GB, from {RUNNING_QWEN} running "
+            f"in pools at {LONG.num_prompt_tokens:,} in / {LONG.num_new_tokens:,} out. The defaults would leave "
+            f"{QWEN.budget_bytes() / 1e9:.0f} GB, in which pools hold {num_fitting:.0f} such requests, more than the "
+            f"{LONG.num_clients} clients: the runs had less.",
+            f"What a forward takes beyond the roofline, {setting.forward_s * 1e3:.1f} ms, from {TOKENS_PER_S_QWEN:,} "
+            f"tokens a second in pools at {SHORT.num_prompt_tokens:,} in / {SHORT.num_new_tokens:,} out.",
+        ),
+        rows=list(qwen_rows(setting, QUICK_SCALE if is_quick else 1)),
+        variants=[] if is_quick else list(qwen_variants(setting)),
     )
 
 
-def _find_gpt_oss(is_quick: bool) -> Figures:
+def _find_gpt_oss(setting: Setting, is_quick: bool) -> Figures:
     scale, num_tries = (QUICK_SCALE, 1) if is_quick else (1, NUM_TRIES)
-    budget_bytes = GPT_OSS.budget_bytes() / scale
-    many = infer_lengths(MANY.scaled(scale), RUNNING_GPT_OSS, budget_bytes, num_tries=num_tries)
+    pools = replace(setting, is_split=True)
+    many = infer_lengths(MANY.scaled(scale), RUNNING_GPT_OSS, pools, num_tries=num_tries)
     return Figures(
-        inferred=f"The lengths of the runs of {GPT_OSS.name}, {many.num_prompt_tokens:,} in and "
-        f"{many.num_new_tokens:,} out, from {RUNNING_GPT_OSS} running in pools, in the {budget_bytes / 1e9:.0f} GB "
-        "that the defaults leave.",
-        rows=list(gpt_oss_rows(many, budget_bytes)),
-        variants=[] if is_quick else list(gpt_oss_variants()),
+        inferred=(
+            f"The lengths of the runs of {GPT_OSS.name}, {many.num_prompt_tokens:,} in and {many.num_new_tokens:,} "
+            f"out, from {RUNNING_GPT_OSS} running in pools, in the {setting.budget_bytes / 1e9:.0f} GB that the "
+            "defaults leave.",
+        ),
+        rows=list(gpt_oss_rows(many, setting)),
+        variants=[] if is_quick else list(gpt_oss_variants(setting)),
     )
 
 
@@ -128,7 +148,7 @@ def _page(found: Sequence[Figures]) -> list[str]:
         "",
         "## Inferred",
         "",
-        *(f"- {figures.inferred}" for figures in found),
+        *(f"- {inferred}" for figures in found for inferred in figures.inferred),
         "",
         "## Assumed",
         "",

@@ -21,7 +21,7 @@ from workloads_h200 import (
 
 from torch_uma.plan import Plan, plan
 from torch_uma.scheduling import Round, Scheduler
-from torch_uma.simulate import Arrival, Report, Work, replay
+from torch_uma.simulate import Arrival, Device, Report, Work, replay
 from torch_uma.simulate.splits import WINDOW_TO_FULL, default_split
 
 NEAR = 0.01  # as good as the number that something is inferred from
@@ -29,14 +29,23 @@ NEAR = 0.01  # as good as the number that something is inferred from
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """How a workload is served: in how much memory, in pools or not, and what else a run may vary."""
+    """How a workload is served: in how much memory, in pools or not, and what else a run may vary.
+
+    `forward_s`: what a forward takes beyond the roofline.
+    """
 
     budget_bytes: float
+    forward_s: float = H200.forward_s
     is_split: bool = False
     window_to_full: float = WINDOW_TO_FULL
     slots: int = STATE_SLOTS
     dtype: torch.dtype = torch.float32
     headroom_steps: int = HEADROOM_STEPS
+
+    @property
+    def device(self) -> Device:
+        """On whose clock it is served."""
+        return replace(H200, forward_s=self.forward_s)
 
     def split(self, planned: Plan) -> dict[str, float] | None:
         """Of the pools, if it is pools."""
@@ -59,9 +68,10 @@ class Clients(Sequence[Arrival]):
     The clock is that of the replay, but for the bytes that are moved, which cost milliseconds.
     """
 
-    def __init__(self, workload: Workload, work: Work) -> None:
+    def __init__(self, workload: Workload, work: Work, device: Device) -> None:
         self._workload = workload
         self._work = work
+        self._device = device
         self._scheduler: Scheduler | None = None
         self._now_s = 0.0
         self._answered_s: list[float] = []
@@ -69,7 +79,7 @@ class Clients(Sequence[Arrival]):
     def see(self, scheduler: Scheduler, round: Round) -> None:
         """A round is decided: it will take as long as its forwards do."""
         self._scheduler = scheduler
-        self._now_s += sum(self._work.seconds(forward, H200) for forward in round.forwards)
+        self._now_s += sum(self._work.seconds(forward, self._device) for forward in round.forwards)
 
     def __len__(self) -> int:
         return self._workload.num_requests
@@ -92,12 +102,12 @@ def serve(workload: Workload, setting: Setting) -> Served:
     layers = workload.model.layers(setting.slots, setting.dtype)
     planned = plan(layers, memory=int(setting.budget_bytes), page_size=PAGE_SIZE)
     work = workload.model.work(setting.dtype)
-    clients = Clients(workload, work)
+    clients = Clients(workload, work, setting.device)
     report = replay(
         planned,
         clients,
         work=work,
-        device=H200,
+        device=setting.device,
         split=setting.split(planned),
         max_running=workload.num_clients,
         on_round=clients.see,
@@ -122,11 +132,23 @@ def infer_budget_bytes(workload: Workload, num_running: float, *, num_tries: int
     return budget_bytes
 
 
-def infer_lengths(workload: Workload, num_running: float, budget_bytes: float, *, num_tries: int) -> Workload:
-    """The workload with lengths, in their proportion, of which pools run so many at once in this memory."""
-    scale = budget_bytes * full_tokens_per_byte(workload) / (num_running * workload.mean_tokens)
+def infer_forward_s(workload: Workload, tokens_per_s: float, budget_bytes: float) -> float:
+    """What a forward takes beyond the roofline, if pools give so many new tokens a second in this memory.
+
+    Every forward takes the same besides, so seconds grow with it in a straight line through two runs.
+    """
+    least, more = (Setting(budget_bytes=budget_bytes, is_split=True, forward_s=forward_s) for forward_s in (0.0, 1e-3))
+    least_s, more_s = (serve(workload, setting).report.seconds for setting in (least, more))
+    seconds = workload.num_requests * workload.num_new_tokens / tokens_per_s
+    return max(0.0, (seconds - least_s) / (more_s - least_s) * more.forward_s)
+
+
+def infer_lengths(workload: Workload, num_running: float, setting: Setting, *, num_tries: int) -> Workload:
+    """The workload with lengths, in their proportion, of which pools run so many at once as they are set."""
+    assert setting.is_split
+    scale = setting.budget_bytes * full_tokens_per_byte(workload) / (num_running * workload.mean_tokens)
     for _ in range(num_tries):
-        served = serve(_stretched(workload, scale), Setting(budget_bytes=budget_bytes, is_split=True))
+        served = serve(_stretched(workload, scale), setting)
         if abs(served.running / num_running - 1) <= NEAR:
             break
         scale *= served.running / num_running

@@ -1,10 +1,10 @@
 """Traces replayed in 8 GiB, beside the exact fit: mean requests in memory, and how often one is taken out.
 
-All requests are queued at once and served first come, first served, in rounds of 8,192 tokens: 512 requests of one
-length (128 of the longest), 1,024 of them at most in memory; with `--trace`, the first 1,500 of the Azure
-conversations, at most 256. Means are over rounds. The reference is `first_come.py`: the same policy where memory is
-nothing but bytes and a page one token. Beside it stands what vLLM 0.33 reached with its own scheduler and prefix
-caching, run elsewhere on the same requests and as many bytes; and, for larger pages, the exact fit in such pages.
+All requests are queued at once and served first come, first served, in rounds of 8,192 tokens: the workloads of
+`workloads.py`. Means are over rounds. The reference is `first_come.py`: the same policy where memory is nothing but
+bytes and a page one token. Beside it stands vLLM 0.33 with its own scheduler and prefix caching, on the same requests
+and as many bytes: driven in this run where it is installed (`peers/vllm_scheduler.py`), else as it was run elsewhere;
+and, for larger pages, the exact fit in such pages.
 
 One setting serves all rows. Pages of one token are what the reference has; who comes in leaves room for so few steps
 because the reference leaves none; and no request rises while it waits, as in a queue.
@@ -16,19 +16,19 @@ because the reference leaves none; and no request rises while it waits, as in a 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from first_come import ExactFit, Served, first_come
 from geometries import GEOMETRIES
+from peers.vllm_inputs import why_not
+from peers.vllm_scheduler import drive
 from records import Record, parser, publish, record
+from workloads import ARENA_BYTES, MODELS, STEP_TOKENS, Workload, workloads
 
 import torch_uma
-from torch_uma.simulate import DEVICES, Arrival, Work, at_once, read_trace, replay
+from torch_uma.simulate import DEVICES, Work, replay
 
-MODELS = ("gpt-oss-20b", "qwen3.5-4b", "qwen3.5-4b-bf16-state")
-STEP_TOKENS = 8192
 SETTINGS: dict[str, Any] = {"step_tokens": STEP_TOKENS, "headroom_steps": 2}
 WORK = Work(weight_bytes=0, token_flops=1, head_flops=0)  # means over rounds do not ask how long one takes
 
@@ -50,41 +50,24 @@ EXACT = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Workload:
-    """Requests that are all queued at once, and how many of them may be in memory."""
-
-    name: str
-    arrivals: Sequence[Arrival]
-    max_running: int
-
-
-def workloads(trace: Path | None) -> list[Workload]:
-    made = []
-    for prompt, new in ((512, 128), (1024, 512), (4096, 512), (16384, 1024)):
-        arrivals = [Arrival(at_s=0.0, num_prompt_tokens=prompt, num_new_tokens=new)] * (128 if prompt == 16384 else 512)
-        made.append(Workload(name=f"{prompt}+{new}", arrivals=arrivals, max_running=1024))
-    if trace is not None:
-        made.append(Workload(name="azure", arrivals=at_once(read_trace(trace, limit=1500)), max_running=256))
-    return made
-
-
 def bound(plan: torch_uma.Plan, workload: Workload, page_size: int) -> Served:
     """The exact fit in pages of so many tokens."""
     return first_come(
         ExactFit.of(plan, page_size),
         plan.arena_bytes,
-        [(arrival.num_prompt_tokens, arrival.num_new_tokens) for arrival in workload.arrivals],
+        workload.lengths,
         max_running=workload.max_running,
         step_tokens=STEP_TOKENS,
     )
 
 
-def measure(name: str, workload: Workload, page_sizes: Sequence[int]) -> list[Record]:
+def measure(name: str, workload: Workload, page_sizes: Sequence[int], drives_vllm: bool) -> list[Record]:
     records = []
     vllm, published = (table[workload.name][MODELS.index(name)] for table in (VLLM, EXACT))
+    driven = drive(GEOMETRIES[name](), workload) if drives_vllm else None
+    vllm_mean_running, vllm_preemptions = (driven.mean_running, driven.preemptions) if driven else vllm[:2]
     for page_size in page_sizes:
-        plan = torch_uma.plan(GEOMETRIES[name](), memory="8GiB", page_size=page_size)
+        plan = torch_uma.plan(GEOMETRIES[name](), memory=ARENA_BYTES, page_size=page_size)
         report = replay(
             plan,
             workload.arrivals,
@@ -107,9 +90,12 @@ def measure(name: str, workload: Workload, page_sizes: Sequence[int]) -> list[Re
                 exact_num_rounds=exact.num_rounds,
                 exact_published=published,
                 over_exact_in_pages=report.mean_running / paged.mean_running,
-                vllm_mean_running=vllm[0],
-                vllm_preemptions=vllm[1],
-                over_vllm=report.mean_running / vllm[0],
+                vllm_is_driven=drives_vllm,
+                vllm_mean_running=vllm_mean_running,
+                vllm_preemptions=vllm_preemptions,
+                vllm_num_rounds=driven.num_rounds if driven else vllm[2],
+                vllm_published=vllm,
+                over_vllm=report.mean_running / vllm_mean_running,
             )
         )
     return records
@@ -117,10 +103,11 @@ def measure(name: str, workload: Workload, page_sizes: Sequence[int]) -> list[Re
 
 def describe(entry: Record) -> str:
     """What stands beside a figure."""
+    published = "{} and {} elsewhere".format(*entry["vllm_published"]) if entry["vllm_is_driven"] else "elsewhere"
     return (
         f"{entry['case']}: {entry['preemptions']} preemptions ({entry['exact_preemptions']} exact), "
-        f"{entry['over_exact_in_pages']:.4f} of it in such pages; vLLM {entry['vllm_mean_running']} running, "
-        f"{entry['vllm_preemptions']} preemptions: {entry['over_vllm'] - 1:+.1%}"
+        f"{entry['over_exact_in_pages']:.4f} of it in such pages; vLLM {entry['vllm_mean_running']:.1f} running, "
+        f"{entry['vllm_preemptions']} preemptions ({published}): {entry['over_vllm'] - 1:+.1%}"
     )
 
 
@@ -131,10 +118,18 @@ def main() -> None:
     options.add_argument("--quick", action="store_true", help="only the shortest requests")
     arguments = options.parse_args()
     asked = workloads(arguments.trace)[: 1 if arguments.quick else None]
-    records = [entry for name in MODELS for workload in asked for entry in measure(name, workload, arguments.page_size)]
+    missing = why_not()
+    records = [
+        entry
+        for name in MODELS
+        for workload in asked
+        for entry in measure(name, workload, arguments.page_size, missing is None)
+    ]
     publish(records, arguments.json)
     for entry in records:
         print(describe(entry))
+    if missing is not None:
+        print(f"{missing}. Its figures above are those of a run elsewhere.")
     missed = [entry for entry in records if entry["ratio"] < 0.99 or entry["preemptions"] > entry["exact_preemptions"]]
     print(f"{SETTINGS}: {len(records)} figures, {len(missed)} below 0.99 of the exact fit or with more preemptions")
     for entry in missed:

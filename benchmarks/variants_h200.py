@@ -24,9 +24,8 @@ class Variant:
     gain: float | None = None
 
 
-def qwen_variants(budget_bytes: float) -> Iterator[Variant]:
+def qwen_variants(setting: Setting) -> Iterator[Variant]:
     """Other states of Qwen3.5-4B, and another admission."""
-    setting = Setting(budget_bytes=budget_bytes)
     states = (
         ("1 slot, fp32", 1, torch.float32),
         ("5 slots, fp32", 5, torch.float32),
@@ -52,12 +51,12 @@ def qwen_variants(budget_bytes: float) -> Iterator[Variant]:
         )
 
 
-def gpt_oss_variants() -> Iterator[Variant]:
+def gpt_oss_variants(setting: Setting) -> Iterator[Variant]:
     """Other lengths of GPT-OSS-20B, each in the memory in which as many run as was published."""
     for prompt, new in ((1024, 1024), (1024, 4096)):
         workload = replace(MANY, num_prompt_tokens=prompt, num_new_tokens=new)
         budget_bytes = infer_budget_bytes(workload, RUNNING_GPT_OSS, num_tries=0)
-        pools, arena = both(workload, Setting(budget_bytes=budget_bytes))
+        pools, arena = both(workload, replace(setting, budget_bytes=budget_bytes))
         assumed = f"{workload}, in the {budget_bytes / 1e9:.0f} GB in which 618 fit"
         gain = arena.report.new_tokens_per_s / pools.report.new_tokens_per_s
         yield Variant(assumed=assumed, figure="running", pools=pools.running, arena=arena.running, gain=gain)

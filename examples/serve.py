@@ -1,7 +1,7 @@
 """An OpenAI-compatible server over one arena: completions, chat completions, metrics, and a live map of the arena.
 
     python examples/serve.py --tiny gpt_oss --memory 8MiB
-    python examples/serve.py --model Qwen/Qwen3-Next-80B-A3B-Instruct --memory 40GiB --host-memory 64GiB --overlap
+    python examples/serve.py --model Qwen/Qwen3.5-4B --memory 40GiB --host-memory 64GiB --overlap
 
 Then http://127.0.0.1:8000 shows the arena, and clients of OpenAI's API find it at http://127.0.0.1:8000/v1. What it
 needs is installed by `pip install -e '.[serve]'`.

@@ -54,7 +54,7 @@ def known(scheduler: Scheduler) -> dict[str, Any]:
         "lists": [
             list(each) for each in (scheduler._prompts, scheduler._through, scheduler._given, scheduler._leaving)
         ],
-        "round": (scheduler._clock.round, scheduler._completed, set(scheduler._abandoned)),
+        "round": (scheduler._clock.round, scheduler._completed, set(scheduler._abandoned), scheduler._num_held_back),
         "stats": scheduler.stats(),
         "pool": snapshot(scheduler.pool),
     }

@@ -13,7 +13,8 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
 from first_come import ExactFit, first_come
 from geometries import GEOMETRIES
-from traces import EXACT, MODELS, bound, workloads
+from traces import EXACT, bound
+from workloads import MODELS, workloads
 
 
 def test_a_sequence_holds_its_states_its_windows_and_all_of_its_tokens() -> None:

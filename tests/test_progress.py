@@ -10,8 +10,8 @@ next one.
    way. It is never taken out for want of memory, only for a more important request of a lower rank that comes in.
 2. Let M be the first of all that are not done. While M waits, nobody behind it comes in. So whoever is the first of
    those who run gets on to its end, unless M comes in before, and after it the next one. If nobody is left, M comes
-   in, since an empty arena holds every request that was taken. Once M runs, it is the first and stays: at most
-   `rounds_of` M later it is done.
+   in, since an empty arena holds every request that was taken; it is never held back for others to share its forward.
+   Once M runs, it is the first and stays: at most `rounds_of` M later it is done.
 3. So from one M to the next, all but the last of the first ones came to their ends. Charge their rounds to themselves,
    M's to M, and the rounds of the one that M overtook, fewer than it takes, to M: no more than
    sum(rounds_of(r) for all r that are not done) + len(r) * (max(rounds_of) - 1).
@@ -78,6 +78,7 @@ def scheduler_of(
         headroom_steps=1,
         reserve_steps=reserve_steps,
         patience_rounds=patience_rounds,
+        gather=True,
     )
 
 

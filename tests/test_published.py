@@ -17,7 +17,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 
 from geometries import qwen3_5_4b  # noqa: E402
 from rows_h200 import GAIN_TOLERANCE, TOLERANCE, Row  # noqa: E402
-from served_h200 import Setting, full_tokens_per_byte, infer_budget_bytes, serve  # noqa: E402
+from served_h200 import Setting, full_tokens_per_byte, infer_budget_bytes, infer_forward_s, serve  # noqa: E402
 from workloads_h200 import GPT_OSS, GROWING, LONG, MANY, QWEN, SHORT  # noqa: E402
 
 
@@ -34,7 +34,7 @@ def test_a_quick_run_has_every_published_figure(tmp_path: Path) -> None:
     records = [entry for entry in json.loads(Path(paths[0]).read_text()) if "reference" in entry]
     published = [5880, 5830, 5830 / 5880, 22, 32, 1.26, 294, 233, 618, 1000, 43, 6, 1.14, 0.88]
     assert [entry["reference"] for entry in records] == pytest.approx(published)
-    assert sum(entry["used_up"] for entry in records) == 2  # one number for each model
+    assert sum(entry["used_up"] for entry in records) == 3  # memory, what a forward takes, lengths
     page = Path(paths[1]).read_text()
     for entry in records:
         assert entry["value"] >= 0
@@ -81,11 +81,18 @@ def test_the_geometry_is_the_published_one(dtype: torch.dtype) -> None:
     ]
 
 
-def test_experts_have_four_and_a_quarter_bits_and_a_forward_its_launches() -> None:
+def test_experts_have_four_and_a_quarter_bits_and_states_their_dtype() -> None:
     assert GPT_OSS.work().expert_bytes == pytest.approx(24 * 32 * 3 * 2880**2 * 4.25 / 8, rel=0.01)
     assert QWEN.work().state_bytes == 24 * 2_146_304
     assert QWEN.work(torch.bfloat16).state_bytes == 24 * 1_097_728
-    assert QWEN.work().num_launches == 32 * 12 + 10
+
+
+def test_what_a_forward_takes_besides_is_inferred_so_that_pools_are_as_fast_as_was_published() -> None:
+    workload = replace(SHORT, num_new_tokens=32, num_requests=64)
+    setting = Setting(budget_bytes=16e9, is_split=True, forward_s=2.5e-3)
+    tokens_per_s = serve(workload, setting).report.new_tokens_per_s
+    assert infer_forward_s(workload, tokens_per_s, setting.budget_bytes) == pytest.approx(2.5e-3, rel=1e-6)
+    assert infer_forward_s(workload, 100 * tokens_per_s, setting.budget_bytes) == 0.0
 
 
 def test_a_budget_is_inferred_so_that_pools_run_as_many_as_were_published() -> None:

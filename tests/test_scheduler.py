@@ -242,7 +242,7 @@ def test_a_finish_in_the_middle_moves_at_most_one_state() -> None:
 
 
 def test_nothing_that_is_decided_changes_anything() -> None:
-    scheduler = scheduler_of("hybrid", memory=2048, step_tokens=32, host_memory=600, costs=CHEAP_HOST)
+    scheduler = scheduler_of("hybrid", memory=2048, step_tokens=32, host_memory=600, costs=CHEAP_HOST, gather=True)
     loop = Loop(scheduler, overlap=True)
     num_retracted = 0
     for number in range(60):
@@ -259,6 +259,7 @@ def test_nothing_that_is_decided_changes_anything() -> None:
             round=scheduler._clock.round,
             num_completed=scheduler._completed,
             host_bytes=scheduler.stats().host_bytes,
+            num_held_back=scheduler._num_held_back,
         )
         before = known(scheduler)
         decisions = [decide(standing, scheduler._outlook, scheduler._limits, scheduler.costs) for _ in range(2)]

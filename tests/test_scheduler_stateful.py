@@ -50,6 +50,7 @@ class Life(RuleBasedStateMachine):
         host_memory=st.sampled_from([0, 500, 1 << 20]),
         token_s=st.sampled_from([1e-9, 1.0]),
         patience_rounds=st.sampled_from([1, 10, 1000]),
+        gather=st.booleans(),
     )
     def start(self, memory: int, page_size: int, token_s: float, **arguments: Any) -> None:
         self.pool = make_pool(self.kinds, memory=256 * memory, page_size=page_size, max_sequences=6, max_tokens=64)

@@ -385,10 +385,12 @@ def test_log_probabilities_are_those_of_the_model(server: Server, stream: bool) 
 # Refusals
 
 
-def refused(server: Server, path: str, body: Any) -> tuple[int, dict[str, Any], Any]:
+def refused(
+    server: Server, path: str, body: Any, content_type: str = "application/json"
+) -> tuple[int, dict[str, Any], Any]:
     """Status, error and headers of what is answered to a body that is not to be liked."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    request = urllib.request.Request(server.url + path, data, {"Content-Type": "application/json"})
+    request = urllib.request.Request(server.url + path, data, {"Content-Type": content_type})
     with pytest.raises(urllib.error.HTTPError) as caught:
         urllib.request.urlopen(request, timeout=SECONDS)
     error = json.loads(caught.value.read())["error"]
@@ -489,7 +491,7 @@ def test_what_asks_for_nothing_is_taken(server: Server) -> None:
     ("body", "status", "reason"),
     [
         (b"{", 400, "not JSON"),
-        (b"[1]", 400, "dictionary"),
+        (b"[1]", 400, "no JSON object"),
         (b"", 400, "required"),
         (b"[" * 9999, 400, "body"),
         (b"a" * 20_001, 413, "20000 bytes"),
@@ -499,6 +501,11 @@ def test_bodies_that_are_none(body: bytes, status: int, reason: str) -> None:
     with serving(max_body_bytes=20_000) as server:
         answered, error, _ = refused(server, "/v1/completions", body)
         assert answered == status and reason in error["message"]
+
+
+def test_a_body_that_is_not_said_to_be_json_is_told_so(server: Server) -> None:
+    status, error, _ = refused(server, "/v1/completions", {"prompt": "a"}, "application/x-www-form-urlencoded")
+    assert status == 400 and "lacks the header Content-Type: application/json" in error["message"]
 
 
 def test_a_body_is_not_read_to_its_end_to_be_too_long() -> None:

@@ -76,6 +76,39 @@ def test_fixed_pools_are_compared(capsys, tmp_path: Path) -> None:
     assert arena["time_mean_running"] > default["time_mean_running"]
     said = capsys.readouterr().out
     assert said.count("one arena against") == 3 and "split 0.50/0.50" in said
+    assert "fixed pools: called by their shares of window_128/full" in said
+
+
+def test_what_was_asked_is_said_first(capsys, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("\n".join(json.dumps({"prompt_tokens": 30 + n, "output_tokens": 3, "at_s": n}) for n in range(5)))
+    assert main([*SMALL, "--trace", str(trace), "--max-running", "7"]) == 0
+    requests, model, machine, _, *_ = capsys.readouterr().out.splitlines()
+    assert requests == "requests: 5 in 4 s, 1.25 a second; on the mean 32 tokens of a prompt and 3 new ones"
+    assert model.startswith("model: gpt_oss, weights of 0.") and model.endswith(" GB in bf16 without the embedding")
+    assert machine == "machine: h200, simulated; 0.03 GB for the arena, 7 requests running at most"
+    assert main([*SMALL, *MADE]) == 0
+    assert "requests: 12 at once; " in capsys.readouterr().out
+
+
+def test_a_device_of_speeds(capsys, tmp_path: Path) -> None:
+    speeds = {"flops_per_s": 790e12, "bytes_per_s": 4.3e12, "host_bytes_per_s": 55e9, "forward_s": 0.3e-3}
+    h200 = reports(capsys, tmp_path, *MADE)["arena"]
+    assert reports(capsys, tmp_path, *MADE, "--device", json.dumps(speeds))["arena"] == h200
+    slower = json.dumps({**speeds, "forward_s": 0.3})
+    assert reports(capsys, tmp_path, *MADE, "--device", slower)["arena"]["seconds"] > 10 * h200["seconds"]
+
+
+def test_nothing_is_heard_of_kernels_that_do_not_run(capsys) -> None:
+    arguments = ["--config", "jamba", "--set", "num_hidden_layers=8", "--set", "hidden_size=64", "--memory", "1GiB"]
+    assert main([*arguments, *MADE, "--quiet"]) == 0
+    assert not capsys.readouterr().err
+
+
+def test_splits_are_looked_at_before_anything_is_run(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch_uma.simulate.__main__.replay", None)
+    assert "--split fast" in error(capsys, *SMALL, *MADE, "--split", "fast")
+    assert "name sub-pools of the plan" in error(capsys, *SMALL, *MADE, "--split", '{"window": 0.5}')
 
 
 def test_scheduler_settings_reach_the_scheduler(capsys, tmp_path: Path) -> None:
@@ -94,7 +127,7 @@ def test_a_drawing(capsys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert main([*SMALL, *MADE, "--plot", str(path)]) == 0
     assert path.read_bytes().startswith(b"\x89PNG")
     capsys.readouterr()
-    monkeypatch.setattr("torch_uma.simulate.__main__.find_spec", lambda name: None)
+    monkeypatch.setattr("torch_uma.simulate.options.find_spec", lambda name: None)
     assert "pip install torch-uma[plots]" in error(capsys, *SMALL, *MADE, "--plot", str(path))
     assert util.find_spec("matplotlib")
 
@@ -114,7 +147,8 @@ def test_progress_is_shown_unless_it_is_not_wanted(capsys) -> None:
         ([*SMALL, "--made", "inf,200,20,1"], "not four numbers"),
         ([*SMALL, "--made", "12,0,20,1"], "prompts and answers of a token or more"),
         ([*SMALL, *MADE, "--limit", "0"], "--limit is at least 1"),
-        ([*SMALL, *MADE, "--rate", "-1"], "positive rate"),
+        ([*SMALL, *MADE[:2], "--rate", "-1"], "positive rate"),
+        ([*SMALL, *MADE, "--rate", "5"], "not allowed with argument"),
         ([*SMALL, *MADE, "--split", "fast"], '--split fast is not "default", "best" or shares'),
         ([*SMALL, *MADE, "--split", '{"full": "all"}'], "shares such as"),
         ([*SMALL, *MADE, "--split", '{"nothing": 0.5}'], "nothing"),
@@ -128,9 +162,18 @@ def test_progress_is_shown_unless_it_is_not_wanted(capsys) -> None:
         ([*SMALL, *MADE, "--memory", "4KiB"], "give more memory"),
         ([*SMALL, *MADE, "--host-memory", "much"], "much"),
         ([*SMALL, *MADE, "--kv-dtype", "int3"], "int3"),
-        ([*SMALL, *MADE, "--device", "abacus"], "invalid choice"),
+        ([*SMALL, *MADE, "--device", "abacus"], "--device abacus is not h200, nor an object of flops_per_s"),
+        ([*SMALL, *MADE, "--device", '{"flops_per_s": 1}'], "nor an object of flops_per_s"),
+        (
+            [*SMALL, *MADE, "--device", '{"flops_per_s": 0, "bytes_per_s": 1, "host_bytes_per_s": 1}'],
+            "flops_per_s of a device is positive",
+        ),
+        ([*SMALL, *MADE, "--plot", "runs.xyz"], "runs.xyz is no file of a kind that can be drawn"),
         ([*SMALL], "one of the arguments --trace --made is required"),
-        (["--config", "/no/such/folder", "--memory", "1GiB", *MADE, "--quiet"], "/no/such/folder"),
+        (
+            ["--config", "/no/such/folder", "--memory", "1GiB", *MADE, "--quiet"],
+            "--config /no/such/folder is no model type, and",
+        ),
     ],
     ids=lambda value: " ".join(value[11:]) if isinstance(value, list) else "",
 )

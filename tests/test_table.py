@@ -107,7 +107,7 @@ CALM = replace(REPORT, num_refused=0, dropped=0, offloaded=0, retractions_per_10
 
 
 def test_the_gain_over_pools_is_said() -> None:
-    (gain,) = advice({"arena": CALM, "default": POOLS}, max_running=256, arena_bytes=4_000_000_000)
+    gain, _ = advice({"arena": CALM, "default": POOLS}, max_running=256, arena_bytes=4_000_000_000)
     assert gain == (
         "one arena against default: +23.5% new tokens a second, +38.3% running, first token after 0.25 s instead of "
         "1.5 s"
@@ -116,11 +116,38 @@ def test_the_gain_over_pools_is_said() -> None:
     assert "completed nothing" in advice({"arena": CALM, "x": nothing}, max_running=9, arena_bytes=4_000_000_000)[0]
 
 
-def test_what_to_set_is_said_where_there_is_something() -> None:
-    assert said(CALM) == ""
-    assert "3 requests are longer than the arena" in said(replace(CALM, num_refused=3))
+def test_no_gain_is_said_without_figures() -> None:
+    hardly = replace(CALM, new_tokens_per_s=CALM.new_tokens_per_s * 1.001)
+    slower = replace(hardly, first_token_s={**CALM.first_token_s, "mean": 0.5})
+    one, other, _ = advice({"arena": CALM, "x": hardly, "y": slower}, max_running=256, arena_bytes=4_000_000_000)
+    assert one == "one arena against x: no difference"
+    assert "-0.1% new tokens a second, +0.0% running, first token after 0.25 s instead of 0.5 s" in other
+    even = replace(slower, new_tokens_per_s=CALM.new_tokens_per_s * 1.0001)
+    assert ": +0.0% new" in advice({"arena": CALM, "y": even}, max_running=256, arena_bytes=4_000_000_000)[0]
+
+
+def test_one_kind_of_memory_has_nothing_to_divide() -> None:
+    alone = replace(CALM, used_bytes={"full": 3e9})
+    reports = {"arena": alone, "default": alone, "best": alone}
+    (kind, _) = advice(reports, max_running=256, arena_bytes=4_000_000_000)
+    assert "one kind of memory" in kind
+    assert "one kind" not in said(alone)
+
+
+def test_what_to_set_is_said() -> None:
+    assert said(CALM) == (
+        "at most 64 of the 256 allowed ran at once, in 75% of the arena on the mean, and few were retracted: the "
+        "settings suit this traffic"
+    )
+    refused = said(replace(CALM, num_refused=3), arena_bytes=10_000_000_000)
+    assert refused == "3 requests are longer than the arena can hold: give it more memory"
     assert "max_running=64 allows, in 30% of the arena" in said(CALM, max_running=64, arena_bytes=10_000_000_000)
-    assert "less memory would do" in said(CALM, arena_bytes=10_000_000_000)
+    assert "try less memory, or more requests a second" in said(CALM, arena_bytes=10_000_000_000)
     busy = replace(CALM, dropped=200, retractions_per_1000=162.0)
     assert "162 retractions for each 1,000 requests, and 6 tokens computed again" in said(busy)
+    assert said(busy).endswith("try more headroom_steps, host_memory, or a smaller max_running")
+    kept = replace(busy, dropped=0, offloaded=200, recomputed_tokens=0)
+    assert said(kept).endswith("try more headroom_steps or a smaller max_running")
     assert "less memory" not in said(busy, arena_bytes=10_000_000_000)
+    bursts = replace(CALM, dropped=9, retractions_per_1000=9.0)
+    assert "in 30% of the arena on the mean, and few" in said(bursts, arena_bytes=10_000_000_000)

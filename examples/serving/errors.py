@@ -55,6 +55,8 @@ def refusal_of(invalid: RequestValidationError) -> ApiError:
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {first['ctx']['error']}")
     inside = first["loc"][1:]  # of the body
+    if not inside and first["type"] == "model_attributes_type":
+        return ApiError(400, "the body is no JSON object, or lacks the header Content-Type: application/json")
     if first["type"] == "extra_forbidden":
         name = _dotted(inside)
         return ApiError(400, f"{name} is not supported by this server", param=name, code="unsupported_parameter")

@@ -3,6 +3,9 @@
 Owns the rules; changes nothing. Whoever runs goes on: if what they grow by does not fit, prompts get shorter chunks,
 and then somebody has to go, but never the first of them, so that one always comes to its end. After that whoever waits
 comes in, strictly in order, for as long as it fits beside the others; a more important one may take others' place.
+
+Where more wait than fit, prompts may be held back for others: a forward costs the same time for a few tokens as for
+many. They are until the places that stand empty have cost as much as a forward would.
 """
 
 from __future__ import annotations
@@ -29,23 +32,32 @@ if TYPE_CHECKING:
     from torch_uma.scheduling.waiting import Waiting
 
 _LEAST_CHUNK_TOKENS = 16  # that a more important prompt gets where less important ones leave it nothing
+_FORWARD_ROUNDS = 0.25  # what a forward of few tokens costs at least, in rounds of those who decode
 
 Chunk = tuple[Request, int]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a scheduler may do at most: see its arguments. `num_reserved`: decode steps that are sure to fit."""
+    """What a scheduler may do at most: see its arguments.
+
+    `num_reserved`: decode steps that are sure to fit. `gather_tokens`: of prompts in a round, for which nobody is held
+    back; none where nobody is to be.
+    """
 
     max_running: int
     step_tokens: int
     host_bytes: int
     is_chunked: bool
     num_reserved: int
+    gather_tokens: int
 
 
 class Decision(NamedTuple):
-    """A round before it is applied. `chunks`: whose prompts are run by how many tokens, those of `admitted` too."""
+    """A round before it is applied. `chunks`: whose prompts are run by how many tokens, those of `admitted` too.
+
+    `num_held_back`: in this round and those before, one after another, who could have come in.
+    """
 
     dropped: tuple[Request, ...]
     offloaded: tuple[Request, ...]
@@ -53,6 +65,7 @@ class Decision(NamedTuple):
     admitted: tuple[Request, ...]
     chunks: tuple[Chunk, ...]
     num_preempted: int
+    num_held_back: int = 0
 
 
 _GO_ON = Decision((), (), (), (), (), 0)
@@ -62,6 +75,7 @@ class Standing(NamedTuple):
     """How things stand before a round.
 
     `prompts`: who runs a prompt, by rank. `num_completed`: the last round whose tokens are known. `host_bytes`: in use.
+    `num_held_back`: as of the last decision.
     """
 
     books: Sequences
@@ -72,6 +86,7 @@ class Standing(NamedTuple):
     round: int
     num_completed: int
     host_bytes: int
+    num_held_back: int
 
 
 def decide(standing: Standing, outlook: Outlook, limits: Limits, costs: Costs) -> Decision:
@@ -360,6 +375,8 @@ class _Draft:
 
     def decision(self) -> Decision:
         """What was decided."""
+        if self._gathers():
+            return _GO_ON._replace(num_held_back=self._now.num_held_back + len(self._admitted))
         dropped, offloaded, host_bytes = [], [], self._now.host_bytes
         for victim in self._victims:
             assert victim.sequence is not None
@@ -376,6 +393,22 @@ class _Draft:
             chunks=tuple(self._chunks),
             num_preempted=self._num_preempted,
         )
+
+    def _gathers(self) -> bool:
+        """Whether those who could come in are held back, so that their prompts share a forward with others'."""
+        decoding, limits = self._now.decoding, self._limits
+        if not self._admitted or len(self._admitted) == len(self._now.waiting):
+            return False  # nobody else is there to be waited for
+        if self._victims or self._resumed or self._prompts:
+            return False  # prompts are run anyway, or others came in beside them
+        num_held_back = self._now.num_held_back + len(self._admitted)
+        if num_held_back >= _FORWARD_ROUNDS * len(decoding):
+            return False
+        if sum(count for _, count in self._chunks) >= limits.gather_tokens:
+            return False
+        if max(request.priority for request in self._admitted) > decoding.priorities.min():
+            return False
+        return any(other.rank < self._admitted[0].rank for other in decoding.requests)  # the first goes on
 
 
 def _num_left(request: Request) -> int:

@@ -56,6 +56,8 @@ class Scheduler:
             offloaded; may be set later as well.
         patience_rounds: a request comes before those of the next higher priority that are submitted so many rounds
             after it.
+        gather: whether prompts that could begin may wait a few rounds for others, to share their forward, where more
+            requests wait than fit; by default where forwards are packed.
 
     Attributes:
         pool, costs: as given.
@@ -79,6 +81,7 @@ class Scheduler:
         host_memory: int | str = 0,
         costs: Costs | None = None,
         patience_rounds: int = 1024,
+        gather: bool | None = None,
     ) -> None:
         if not isinstance(pool, CachePool):
             raise PlanError(
@@ -109,6 +112,7 @@ class Scheduler:
             host_bytes=parse_bytes(host_memory, name="host_memory", least=0),
             is_chunked=not restarted if chunked is None else chunked,
             num_reserved=reserve_steps,
+            gather_tokens=step_tokens // 4 if (packed if gather is None else gather) else 0,
         )
         if restarted and self._limits.is_chunked:
             name = next(layer.restarted_by for layer in pool.plan.layers if layer.restarted_by)
@@ -126,6 +130,7 @@ class Scheduler:
         self._through: list[Request] = []  # whose prompt the last round has run to its end
         self._given: list[Request] = []  # who has been given all tokens, but not completed
         self._leaving: list[Request] = []  # who is done, and is let go of before the next round
+        self._num_held_back = 0
         self._completed = 0
         self._abandoned: set[int] = set()
         self._num_unfinished = 0
@@ -231,6 +236,7 @@ class Scheduler:
             round=self._clock.round,
             num_completed=self._completed,
             host_bytes=self._stats.host_bytes,
+            num_held_back=self._num_held_back,
         )
         return self._apply(decide(standing, self._outlook, self._limits, self.costs))
 
@@ -374,6 +380,7 @@ class Scheduler:
         for request in decision.offloaded:
             self._retract(request, is_offloaded=True)
         self._clock.round += 1
+        self._num_held_back = decision.num_held_back
         for request in decision.resumed:
             assert request.offloaded is not None
             self._waiting.take(request)

@@ -9,10 +9,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
-from importlib.util import find_spec
-from pathlib import Path
+from difflib import get_close_matches
+from itertools import count
 from typing import Any
 
 import torch
@@ -21,8 +22,10 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from torch_uma.counts import whole
 from torch_uma.errors import TorchUmaError, TraceError
 from torch_uma.plan import Plan, plan
+from torch_uma.pool import CachePool
 from torch_uma.simulate.advice import advice
-from torch_uma.simulate.device import DEVICES
+from torch_uma.simulate.device import Device
+from torch_uma.simulate.options import check_outputs, command_line, device_of
 from torch_uma.simulate.replay import replay
 from torch_uma.simulate.report import Report
 from torch_uma.simulate.splits import best_split, default_split
@@ -30,18 +33,27 @@ from torch_uma.simulate.table import plot, table
 from torch_uma.simulate.traces import Arrival, at_once, generate_trace, read_trace
 from torch_uma.simulate.work import Work
 
+_NUM_TRIES = 12  # of the search for the best split, for each kind of memory but one
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns its exit status."""
-    parser = _parser()
+    parser = command_line(__doc__.split("\n")[0])
     options = parser.parse_args(arguments)
     try:
-        _check_outputs(options)
-        config = _config(options)
-        planned = plan(
-            config, memory=options.memory, page_size=options.page_size, dtype=torch.bfloat16, kv_dtype=options.kv_dtype
-        )
-        reports = _reports(options, planned, _work(config))
+        check_outputs(options)
+        device, arrivals, config = device_of(options.device), _arrivals(options), _config(options)
+        with _quiet():
+            planned = plan(
+                config,
+                memory=options.memory,
+                page_size=options.page_size,
+                dtype=torch.bfloat16,
+                kv_dtype=options.kv_dtype,
+            )
+            work = _work(config)
+        reports = _reports(options, planned, arrivals, work, device)
+        print(_heading(options, config.model_type, planned, arrivals, work, device))
         print(table(reports))
         for sentence in advice(reports, max_running=options.max_running, arena_bytes=planned.arena_bytes):
             print(sentence)
@@ -54,106 +66,79 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m torch_uma.simulate", description=__doc__.split("\n")[0])
-    model = parser.add_argument_group("model")
-    model.add_argument("--config", required=True, help="a config.json, its folder, or a model type such as gpt_oss")
-    model.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="change the config, as --set num_hidden_layers=24",
-    )
-    model.add_argument("--kv-dtype", help="of keys and values: bfloat16, float8_e4m3fn or float8_e5m2")
-    model.add_argument("--page-size", type=int, default=16, help="tokens of a page (default: 16)")
-    traffic = parser.add_argument_group("traffic")
-    source = traffic.add_mutually_exclusive_group(required=True)
-    source.add_argument("--trace", help="an Azure CSV, Mooncake JSON lines, or JSON with lengths")
-    source.add_argument(
-        "--made", metavar="N,PROMPT,NEW,SPREAD", help="N requests of these mean lengths, log-normal with this spread"
-    )
-    traffic.add_argument("--limit", type=int, help="only the first so many requests")
-    traffic.add_argument("--rate", type=float, help="arrivals a second, instead of those of the trace")
-    traffic.add_argument("--at-once", action="store_true", help="all requests arrive at the beginning")
-    traffic.add_argument("--seed", type=int, default=0)
-    machine = parser.add_argument_group("machine and scheduler")
-    machine.add_argument("--memory", required=True, help='of the arena, as "8GiB"')
-    machine.add_argument("--device", default="h200", choices=sorted(DEVICES))
-    machine.add_argument("--max-running", type=int, default=256)
-    machine.add_argument("--step-tokens", type=int, default=8192)
-    machine.add_argument("--headroom-steps", type=int, default=None)
-    machine.add_argument("--host-memory", default="0", help="for retracted requests (default: they are recomputed)")
-    machine.add_argument(
-        "--split",
-        action="append",
-        default=[],
-        help='compare with fixed pools: "default", "best" (found by search), or shares as {"full": 0.6, "state": 0.4}',
-    )
-    output = parser.add_argument_group("output")
-    output.add_argument("--json", type=Path, help="write all of it here")
-    output.add_argument(
-        "--plot", type=Path, help="draw the running requests over time here; needs matplotlib (the extra plots)"
-    )
-    output.add_argument("--quiet", action="store_true", help="no progress bar")
-    return parser
+def _heading(
+    options: argparse.Namespace,
+    model_type: str,
+    planned: Plan,
+    arrivals: Sequence[Arrival],
+    work: Work,
+    device: Device,
+) -> str:
+    """What was asked, as it was understood."""
+    num_requests, seconds = len(arrivals), arrivals[-1].at_s
+    when = f"in {seconds:,.0f} s, {num_requests / seconds:,.3g} a second" if seconds else "at once"
+    prompt = sum(arrival.num_prompt_tokens for arrival in arrivals) / num_requests
+    new = sum(arrival.num_new_tokens for arrival in arrivals) / num_requests
+    lines = [
+        f"requests: {num_requests:,} {when}; on the mean {prompt:,.0f} tokens of a prompt and {new:,.0f} new ones",
+        f"model: {model_type}, weights of {(work.weight_bytes + work.expert_bytes) / 1e9:,.1f} GB in bf16 without the "
+        "embedding",
+        f"machine: {device.name}, simulated; {planned.arena_bytes / 1e9:,.2f} GB for the arena, "
+        f"{options.max_running:,} requests running at most",
+    ]
+    if options.split:
+        lines.append(f"fixed pools: called by their shares of {'/'.join(subpool.name for subpool in planned.subpools)}")
+    return "\n".join(lines)
 
 
-def _check_outputs(options: argparse.Namespace) -> None:
-    """Before anything is simulated."""
-    for path in (options.json, options.plot):
-        if path is not None and not path.parent.is_dir():
-            raise TraceError(f"there is no folder {path.parent} to write {path.name} into")
-    if options.plot is not None and find_spec("matplotlib") is None:
-        raise TraceError("--plot needs matplotlib; pip install torch-uma[plots], or leave it out")
-
-
-def _reports(options: argparse.Namespace, planned: Plan, work: Work) -> dict[str, Report]:
-    arrivals = _arrivals(options)
+def _reports(
+    options: argparse.Namespace, planned: Plan, arrivals: Sequence[Arrival], work: Work, device: Device
+) -> dict[str, Report]:
+    asked = [_split(text, planned) for text in options.split]
+    settings: dict[str, Any] = {
+        "max_running": options.max_running,
+        "step_tokens": options.step_tokens,
+        "host_memory": options.host_memory if options.host_memory != "0" else 0,
+        "packed": not any(subpool.is_state for subpool in planned.subpools),  # as a ServingLoop does
+    }
+    if options.headroom_steps is not None:
+        settings["headroom_steps"] = options.headroom_steps
 
     def run(name: str, split: Mapping[str, float] | None) -> Report:
-        settings: dict[str, Any] = {
-            "max_running": options.max_running,
-            "step_tokens": options.step_tokens,
-            "host_memory": options.host_memory if options.host_memory != "0" else 0,
-            "packed": not any(subpool.is_state for subpool in planned.subpools),  # as a ServingLoop does
-        }
-        if options.headroom_steps is not None:
-            settings["headroom_steps"] = options.headroom_steps
         with tqdm(total=len(arrivals), desc=name, unit=" requests", disable=options.quiet) as bar:
 
             def note(num_done: int, _: int) -> None:
                 bar.update(num_done - bar.n)
 
-            return replay(
-                planned,
-                arrivals,
-                work=work,
-                device=DEVICES[options.device],
-                split=split,
-                progress=note,
-                **settings,
-            )
+            return replay(planned, arrivals, work=work, device=device, split=split, progress=note, **settings)
+
+    def search() -> tuple[Mapping[str, float], Report]:
+        tries, most = count(1), 1 + _NUM_TRIES * (len(planned.subpools) - 1)
+        return best_split(planned, lambda shares: run(f"search {next(tries)}/{most}", shares), num_tries=_NUM_TRIES)
 
     reports = {"arena": run("arena", None)}
-    for asked in options.split:
-        name, split = _split(asked, planned, run)
-        reports[name] = run(name, split)
+    for kind, split in asked:
+        if split is None:
+            split, report = search()
+        else:
+            report = run(f"{kind} {_shares(split)}", split)
+        reports[f"{kind} {_shares(split)}"] = report
     return reports
 
 
-def _split(asked: str, planned: Plan, run: Any) -> tuple[str, Mapping[str, float]]:
+def _split(asked: str, planned: Plan) -> tuple[str, Mapping[str, float] | None]:
+    """What a split is called, and its shares; those of the best are None, as they have to be searched for."""
     if asked == "default":
-        split = default_split(planned)
-    elif asked == "best":
-        split, _ = best_split(planned, lambda shares: run("search", shares))
-    else:
-        try:
-            split = {str(name): float(share) for name, share in json.loads(asked).items()}
-        except (AttributeError, TypeError, ValueError):
-            names = ", ".join(f'"{subpool.name}": SHARE' for subpool in planned.subpools)
-            raise TraceError(f'--split {asked} is not "default", "best" or shares such as {{{names}}}') from None
-    return f"{asked if asked in ('default', 'best') else 'split'} {_shares(split)}", split
+        return asked, default_split(planned)
+    if asked == "best":
+        return asked, None
+    try:
+        split = {str(name): float(share) for name, share in json.loads(asked).items()}
+    except (AttributeError, TypeError, ValueError):
+        names = ", ".join(f'"{subpool.name}": SHARE' for subpool in planned.subpools)
+        raise TraceError(f'--split {asked} is not "default", "best" or shares such as {{{names}}}') from None
+    CachePool(planned, device="meta", max_sequences=1, split=split).close()  # raises, before anything is run
+    return "split", split
 
 
 def _shares(split: Mapping[str, float]) -> str:
@@ -176,7 +161,15 @@ def _config(options: argparse.Namespace) -> Any:
     if options.config in CONFIG_MAPPING:
         config = CONFIG_MAPPING[options.config]()
     else:
-        config = AutoConfig.from_pretrained(options.config)
+        try:
+            config = AutoConfig.from_pretrained(options.config)
+        except (OSError, ValueError) as error:
+            close = get_close_matches(options.config, CONFIG_MAPPING, n=1)
+            meant = f" (such as {close[0]})" if close else ""
+            raise TraceError(
+                f"--config {options.config} is no model type{meant}, and no config could be read from a file, a folder "
+                f"or the hub of that name: {str(error).splitlines()[0]}"
+            ) from error
     text = config.get_text_config(decoder=True)
     unknown = [name for name in changes if not hasattr(text, name)]
     if unknown:
@@ -221,6 +214,19 @@ def _work(config: Any) -> Work:
     from torch_uma.integrations.transformers.counting import work_of
 
     return work_of(config)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what transformers says of kernels that a model would run by: none is run."""
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ class Device:
     """A device by its sustained speeds.
 
     `flops_per_s`: of matrix products in bf16. `bytes_per_s`: of its memory, read or written. `host_bytes_per_s`: copies
-    to the host or back, one way. `forward_s`: what a forward costs besides, such as the host's work. `launch_s`: the
-    least that a kernel takes, of which a forward has as many as its `Work` says.
+    to the host or back, one way. `forward_s`: what a forward costs besides, however little it computes: launches,
+    and the host's work.
     """
 
     name: str
@@ -21,15 +21,13 @@ class Device:
     bytes_per_s: float
     host_bytes_per_s: float
     forward_s: float = 0.0
-    launch_s: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("flops_per_s", "bytes_per_s", "host_bytes_per_s"):
             if not getattr(self, name) > 0:
                 raise PlanError(f"{name} of a device is positive, not {getattr(self, name)!r}")
-        for name in ("forward_s", "launch_s"):
-            if not getattr(self, name) >= 0:
-                raise PlanError(f"{name} of a device is not negative, but {getattr(self, name)!r} is")
+        if not self.forward_s >= 0:
+            raise PlanError(f"forward_s of a device is not negative, but {self.forward_s!r} is")
 
     def bound_s(self, flops: float, num_bytes: float) -> float:
         """The least time for so much work, whichever takes longer."""

@@ -47,7 +47,6 @@ class Work:
         head_flops: of a token whose logits are wanted.
         state_bytes: of the recurrent states of a sequence.
         attention: by kind.
-        num_launches: kernels of a forward, for what the least time of each adds up to.
     """
 
     weight_bytes: float
@@ -58,7 +57,6 @@ class Work:
     head_flops: float
     state_bytes: float = 0.0
     attention: tuple[Attention, ...] = ()
-    num_launches: int = 0
 
     def seconds(self, forward: Forward, device: Device) -> float:
         """How long a forward takes on a device, every part of it at whichever bound is the slower."""
@@ -73,7 +71,7 @@ class Work:
             pairs = num_keys if num_tokens == num_rows else _num_pairs(past, new, kind.window)
             num_bytes = kind.token_bytes * (num_keys + num_tokens)
             seconds += kind.num_layers * device.bound_s(kind.pair_flops * pairs, num_bytes)
-        return seconds + self.num_launches * device.launch_s + device.forward_s
+        return seconds + device.forward_s
 
     def cache_bytes(self, forward: Forward) -> float:
         """Bytes of keys, values and states that a forward reads, each once."""
