@@ -1,1 +1,1 @@
-"""Other engines' own schedulers, driven on the requests of our benchmarks."""
+"""Other engines' own schedulers and allocators, driven on the requests of our benchmarks."""
