@@ -1,4 +1,4 @@
-"""The proof, as one command: traces against the exact fit, changing traffic against pools, an hour in less than a minute.
+"""The proof, as one command: traces against the exact fit, changing traffic against pools, an hour in a minute.
 
 Owns nothing but their order: each comparison is a script of its own, with more options, and says there what it is. All
 of it is simulated on the CPU.
