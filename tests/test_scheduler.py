@@ -12,7 +12,8 @@ from scheduling import CHEAP_HOST, Loop, known, launch, live_pages, scheduler_of
 from torch_uma.errors import OutOfMemory, PlanError, SequenceError
 from torch_uma.layout import Full, Layer, Memory, Row, State
 from torch_uma.scheduling import Request, Scheduler
-from torch_uma.scheduling.deciding import Standing, decide
+from torch_uma.scheduling.deciding import decide
+from torch_uma.scheduling.decision import Standing
 
 # What is asked
 

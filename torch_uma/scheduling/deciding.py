@@ -10,83 +10,22 @@ many. They are until the places that stand empty have cost as much as a forward 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator
 
 import numpy as np
 
-from torch_uma.allocator import Allocator
-from torch_uma.books import Sequences
 from torch_uma.demands import may_stay, pages_alone
 from torch_uma.errors import SequenceError
 from torch_uma.refusal import out_of_memory
 from torch_uma.scheduling.costs import Costs
-from torch_uma.scheduling.decoding import Decoding
+from torch_uma.scheduling.decision import GO_ON, Chunk, Decision, Limits, Standing
 from torch_uma.scheduling.outlook import Outlook
 from torch_uma.scheduling.request import Request
 from torch_uma.scheduling.victims import choose_victims
 from torch_uma.tables import Int64Array
 
-if TYPE_CHECKING:
-    from torch_uma.scheduling.waiting import Waiting
-
 _LEAST_CHUNK_TOKENS = 16  # that a more important prompt gets where less important ones leave it nothing
 _FORWARD_ROUNDS = 0.25  # what a forward of few tokens costs at least, in rounds of those who decode
-
-Chunk = tuple[Request, int]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """What a scheduler may do at most: see its arguments.
-
-    `num_reserved`: decode steps that are sure to fit. `gather_tokens`: of prompts in a round, for which nobody is held
-    back; none where nobody is to be.
-    """
-
-    max_running: int
-    step_tokens: int
-    host_bytes: int
-    is_chunked: bool
-    num_reserved: int
-    gather_tokens: int
-
-
-class Decision(NamedTuple):
-    """A round before it is applied. `chunks`: whose prompts are run by how many tokens, those of `admitted` too.
-
-    `num_held_back`: in this round and those before, one after another, who could have come in.
-    """
-
-    dropped: tuple[Request, ...]
-    offloaded: tuple[Request, ...]
-    resumed: tuple[Request, ...]
-    admitted: tuple[Request, ...]
-    chunks: tuple[Chunk, ...]
-    num_preempted: int
-    num_held_back: int = 0
-
-
-_GO_ON = Decision((), (), (), (), (), 0)
-
-
-class Standing(NamedTuple):
-    """How things stand before a round.
-
-    `prompts`: who runs a prompt, by rank. `num_completed`: the last round whose tokens are known. `host_bytes`: in use.
-    `num_held_back`: as of the last decision.
-    """
-
-    books: Sequences
-    allocator: Allocator
-    prompts: Sequence[Request]
-    decoding: Decoding
-    waiting: Waiting
-    round: int
-    num_completed: int
-    host_bytes: int
-    num_held_back: int
 
 
 def decide(standing: Standing, outlook: Outlook, limits: Limits, costs: Costs) -> Decision:
@@ -95,7 +34,7 @@ def decide(standing: Standing, outlook: Outlook, limits: Limits, costs: Costs) -
     SequenceError if it is the rows that they hold.
     """
     if _can_just_go_on(standing, outlook, limits):
-        return _GO_ON
+        return GO_ON
     draft = _Draft(standing, outlook, limits, costs)
     draft.go_on()
     draft.let_in()
@@ -376,7 +315,7 @@ class _Draft:
     def decision(self) -> Decision:
         """What was decided."""
         if self._gathers():
-            return _GO_ON._replace(num_held_back=self._now.num_held_back + len(self._admitted))
+            return GO_ON._replace(num_held_back=self._now.num_held_back + len(self._admitted))
         dropped, offloaded, host_bytes = [], [], self._now.host_bytes
         for victim in self._victims:
             assert victim.sequence is not None

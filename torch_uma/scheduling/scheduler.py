@@ -18,7 +18,8 @@ from torch_uma.memory import parse_bytes
 from torch_uma.pool import CachePool
 from torch_uma.scheduling.capacity import Capacity, lengths
 from torch_uma.scheduling.costs import Costs
-from torch_uma.scheduling.deciding import Chunk, Decision, Limits, Standing, decide
+from torch_uma.scheduling.deciding import decide
+from torch_uma.scheduling.decision import Chunk, Decision, Limits, Standing
 from torch_uma.scheduling.decoding import Decoding
 from torch_uma.scheduling.need import Need
 from torch_uma.scheduling.outlook import Outlook
