@@ -92,7 +92,7 @@ def _longest_tokens(plan: Plan, arrivals: Sequence[Arrival]) -> int:
     """Tokens that tables have to be for: no more than the arena holds, however long a request asks to be."""
     longest = max(arrival.num_prompt_tokens + arrival.num_new_tokens for arrival in arrivals)
     held = [subpool.num_pages * subpool.page_tokens for subpool in plan.subpools if isinstance(subpool.lifetime, Full)]
-    return min(longest, *held)
+    return min([longest, *held])
 
 
 def _submit(scheduler: Scheduler, arrival: Arrival, recorder: Recorder) -> None:
