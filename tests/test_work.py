@@ -141,8 +141,24 @@ def test_an_h200_is_as_fast_as_it_was_measured() -> None:
         {"host_bytes_per_s": float("nan")},
         {"forward_s": -1e-9},
         {"launch_s": float("nan")},
+        {"flops_per_s": float("inf")},
+        {"forward_s": float("inf")},
     ],
 )
 def test_a_device_has_speeds(wrong: dict[str, float]) -> None:
     with pytest.raises(PlanError, match=next(iter(wrong))):
         device(**wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"weight_bytes": float("nan")},
+        {"token_flops": -1.0},
+        {"state_bytes": float("inf")},
+        {"num_experts": 2, "experts_per_token": 3},
+    ],
+)
+def test_work_is_no_less_than_nothing(wrong: dict[str, Any]) -> None:
+    with pytest.raises(PlanError, match="|".join([*wrong, "cannot choose 3 of 2"])):
+        Work(**NOTHING | wrong)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from torch_uma.errors import PlanError
@@ -25,11 +26,11 @@ class Device:
 
     def __post_init__(self) -> None:
         for name in ("flops_per_s", "bytes_per_s", "host_bytes_per_s"):
-            if not getattr(self, name) > 0:
-                raise PlanError(f"{name} of a device is positive, not {getattr(self, name)!r}")
+            if not 0 < getattr(self, name) < math.inf:
+                raise PlanError(f"{name} of a device is a positive number, not {getattr(self, name)!r}")
         for name in ("forward_s", "launch_s"):
-            if not getattr(self, name) >= 0:
-                raise PlanError(f"{name} of a device is not negative, but {getattr(self, name)!r} is")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise PlanError(f"{name} of a device is a number that is not negative, not {getattr(self, name)!r}")
 
     def bound_s(self, flops: float, num_bytes: float) -> float:
         """The least time for so much work, whichever takes longer."""

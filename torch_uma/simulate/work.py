@@ -8,10 +8,12 @@ experts those that some token is expected to choose.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 
+from torch_uma.errors import PlanError
 from torch_uma.scheduling.round import Forward
 from torch_uma.simulate.device import Device
 from torch_uma.tables import Int64Array
@@ -48,6 +50,8 @@ class Work:
         state_bytes: of the recurrent states of a sequence.
         attention: by kind.
         num_launches: kernels of a forward, for what the least time of each adds up to.
+
+    PlanError for what is negative or no number, and for more experts a token than there are.
     """
 
     weight_bytes: float
@@ -59,6 +63,15 @@ class Work:
     state_bytes: float = 0.0
     attention: tuple[Attention, ...] = ()
     num_launches: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("weight_bytes", "expert_bytes", "token_flops", "head_flops", "state_bytes", "num_launches"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise PlanError(
+                    f"{name} of a model's work is a number that is not negative, not {getattr(self, name)!r}"
+                )
+        if not 0 <= self.experts_per_token <= self.num_experts:
+            raise PlanError(f"a token cannot choose {self.experts_per_token} of {self.num_experts} experts")
 
     def seconds(self, forward: Forward, device: Device) -> float:
         """How long a forward takes on a device, every part of it at whichever bound is the slower."""
