@@ -201,8 +201,6 @@ def test_a_turn_may_be_cut_within_a_letter_or_without_a_text(trace) -> None:
         ('{"prompt_tokens": true, "output_tokens": 1}', "line 1 .* True is no number"),
         ('{"prompt_tokens": 1, "output_tokens": 1, "at_s": false}', "line 1 .* False is no number"),
         ('{"prompt_tokens": 1, "output_tokens": 1, "priority": 1e12}', "line 1 .* priority .* at most"),
-        ('{"prompt_tokens": 1, "x": ' + "[" * 100_000, "line 1 .*recursion"),
-        ("[" * 100_000, "is no JSON.*recursion"),
         (AZURE + '"2023-11-16 18:15:51.0,12,1\n', "is no CSV: unexpected end"),
         ("[{]", "is no JSON"),
         ("[]", "has no requests"),
@@ -214,6 +212,12 @@ def test_a_turn_may_be_cut_within_a_letter_or_without_a_text(trace) -> None:
 def test_what_is_no_trace_is_refused_in_words(trace, text: str | bytes, words: str) -> None:
     with pytest.raises(TraceError, match=words):
         read_trace(trace(text))
+
+
+@pytest.mark.parametrize(("begin", "words"), [('{"x": ', "line 1 .*recursion"), ("", "is no JSON.*recursion")])
+def test_what_is_nested_too_deep_is_refused(trace, begin: str, words: str) -> None:
+    with pytest.raises(TraceError, match=words):
+        read_trace(trace(begin + "[" * 100_000))
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

@@ -19,14 +19,16 @@ import torch
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from torch_uma.counts import whole
-from torch_uma.errors import TorchUmaError, TraceError
+from torch_uma.errors import PlanError, TorchUmaError, TraceError
 from torch_uma.plan import Plan, plan
+from torch_uma.pool import CachePool
+from torch_uma.scheduling import Scheduler
 from torch_uma.simulate.advice import advice
 from torch_uma.simulate.device import DEVICES
 from torch_uma.simulate.replay import replay
 from torch_uma.simulate.report import Report
 from torch_uma.simulate.splits import best_split, default_split
-from torch_uma.simulate.table import plot, table
+from torch_uma.simulate.table import check_drawable, plot, table
 from torch_uma.simulate.traces import Arrival, at_once, generate_trace, read_trace
 from torch_uma.simulate.work import Work
 
@@ -37,11 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         _check_outputs(options)
-        config = _config(options)
-        planned = plan(
-            config, memory=options.memory, page_size=options.page_size, dtype=torch.bfloat16, kv_dtype=options.kv_dtype
-        )
-        reports = _reports(options, planned, _work(config))
+        planned, work = _model(options)
+        reports = _reports(options, planned, work)
         print(table(reports))
         for sentence in advice(reports, max_running=options.max_running, arena_bytes=planned.arena_bytes):
             print(sentence)
@@ -49,8 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.json.write_text(json.dumps({name: asdict(report) for name, report in reports.items()}))
         if options.plot:
             plot(reports, options.plot)
-    except (TorchUmaError, ValueError, OSError) as error:
+    except (TorchUmaError, ValueError, OverflowError, MemoryError, OSError) as error:
         parser.exit(2, f"{parser.prog}: {error}\n")
+    except KeyboardInterrupt:
+        parser.exit(130, f"{parser.prog}: interrupted\n")
     return 0
 
 
@@ -74,8 +75,9 @@ def _parser() -> argparse.ArgumentParser:
         "--made", metavar="N,PROMPT,NEW,SPREAD", help="N requests of these mean lengths, log-normal with this spread"
     )
     traffic.add_argument("--limit", type=int, help="only the first so many requests")
-    traffic.add_argument("--rate", type=float, help="arrivals a second, instead of those of the trace")
-    traffic.add_argument("--at-once", action="store_true", help="all requests arrive at the beginning")
+    times = traffic.add_mutually_exclusive_group()
+    times.add_argument("--rate", type=float, help="arrivals a second, instead of those of the trace")
+    times.add_argument("--at-once", action="store_true", help="all requests arrive at the beginning")
     traffic.add_argument("--seed", type=int, default=0)
     machine = parser.add_argument_group("machine and scheduler")
     machine.add_argument("--memory", required=True, help='of the arena, as "8GiB"')
@@ -104,12 +106,17 @@ def _check_outputs(options: argparse.Namespace) -> None:
     for path in (options.json, options.plot):
         if path is not None and not path.parent.is_dir():
             raise TraceError(f"there is no folder {path.parent} to write {path.name} into")
-    if options.plot is not None and find_spec("matplotlib") is None:
-        raise TraceError("--plot needs matplotlib; pip install torch-uma[plots], or leave it out")
+        if path is not None and path.is_dir():
+            raise TraceError(f"{path} is a folder; name a file in it")
+    if options.plot is not None:
+        if find_spec("matplotlib") is None:
+            raise TraceError("--plot needs matplotlib; pip install torch-uma[plots], or leave it out")
+        check_drawable(options.plot)
 
 
 def _reports(options: argparse.Namespace, planned: Plan, work: Work) -> dict[str, Report]:
     arrivals = _arrivals(options)
+    splits = {asked: _split(asked, planned) for asked in options.split}
 
     def run(name: str, split: Mapping[str, float] | None) -> Report:
         settings: dict[str, Any] = {
@@ -136,28 +143,58 @@ def _reports(options: argparse.Namespace, planned: Plan, work: Work) -> dict[str
             )
 
     reports = {"arena": run("arena", None)}
-    for asked in options.split:
-        name, split = _split(asked, planned, run)
+    for asked, split in splits.items():
+        if split is None:
+            split, _ = best_split(planned, lambda shares: run("search", shares))
+        name = f"{asked if asked in ('default', 'best') else 'split'} {_shares(split, planned)}"
+        if name in reports:  # others that look the same in two digits
+            name += f" ({len(reports)})"
         reports[name] = run(name, split)
     return reports
 
 
-def _split(asked: str, planned: Plan, run: Any) -> tuple[str, Mapping[str, float]]:
+def _split(asked: str, planned: Plan) -> Mapping[str, float] | None:
+    """The shares that were asked for, in which every pool can hold a request; None for those that are to be found."""
+    if asked == "best":
+        return None
     if asked == "default":
         split = default_split(planned)
-    elif asked == "best":
-        split, _ = best_split(planned, lambda shares: run("search", shares))
     else:
         try:
             split = {str(name): float(share) for name, share in json.loads(asked).items()}
-        except (AttributeError, TypeError, ValueError):
+        except (AttributeError, TypeError, ValueError, RecursionError):
+            split = {}
+        if not split:
             names = ", ".join(f'"{subpool.name}": SHARE' for subpool in planned.subpools)
-            raise TraceError(f'--split {asked} is not "default", "best" or shares such as {{{names}}}') from None
-    return f"{asked if asked in ('default', 'best') else 'split'} {_shares(split)}", split
+            raise TraceError(f'--split {asked} is not "default", "best" or shares such as {{{names}}}')
+    with CachePool(planned, device="meta", max_sequences=1, max_tokens=1, split=split) as pool:
+        Scheduler(pool)
+    return split
 
 
-def _shares(split: Mapping[str, float]) -> str:
-    return "/".join(f"{share:.2f}" for share in split.values())
+def _shares(split: Mapping[str, float], planned: Plan) -> str:
+    """Of every sub-pool in its order; those that are not named have what is left in equal parts."""
+    left = (1 - sum(split.values())) / max(1, len(planned.subpools) - len(split))
+    return "/".join(f"{split.get(subpool.name, left):.2f}" for subpool in planned.subpools)
+
+
+def _model(options: argparse.Namespace) -> tuple[Plan, Work]:
+    from torch_uma.integrations.transformers.counting import work_of
+
+    try:
+        config = _config(options)
+        work = work_of(config, kv_dtype=options.kv_dtype)
+    except (TorchUmaError, OSError):
+        raise
+    except Exception as error:  # a config is checked by whatever the code of its model does with it
+        raise PlanError(
+            f"of the config {options.config}{' and --set' if options.set else ''} no model can be made "
+            f"({type(error).__name__}: {error})"
+        ) from error
+    planned = plan(
+        config, memory=options.memory, page_size=options.page_size, dtype=torch.bfloat16, kv_dtype=options.kv_dtype
+    )
+    return planned, work
 
 
 def _config(options: argparse.Namespace) -> Any:
@@ -167,29 +204,42 @@ def _config(options: argparse.Namespace) -> Any:
     changes = {}
     for change in options.set:
         name, separator, value = change.partition("=")
-        if not separator:
+        if not separator or not name:
             raise TraceError(f"--set {change} is no NAME=VALUE")
         try:
             changes[name] = json.loads(value)
-        except json.JSONDecodeError:
+        except (json.JSONDecodeError, RecursionError):
             changes[name] = value
     if options.config in CONFIG_MAPPING:
         config = CONFIG_MAPPING[options.config]()
     else:
         config = AutoConfig.from_pretrained(options.config)
     text = config.get_text_config(decoder=True)
-    unknown = [name for name in changes if not hasattr(text, name)]
+    unknown = [name for name in changes if callable(getattr(text, name, print))]
     if unknown:
         raise TraceError(f"the config of {text.model_type} has no {', '.join(unknown)} to be set")
     if not changes:
-        return text
+        return config
     kept = text.to_dict()
     if "num_hidden_layers" in changes:
         kept.pop("layer_types", None)  # the model's own pattern, for as many
     try:
-        return type(text).from_dict({**kept, **changes})
+        changed = type(text).from_dict({**kept, **changes})
     except StrictDataclassError as error:
         raise TraceError(f"the config of {text.model_type} cannot be set so: {error}") from error
+    config = _with_text(config, text, changed)
+    return config if config.get_text_config(decoder=True) is changed else changed
+
+
+def _with_text(config: Any, text: Any, changed: Any) -> Any:
+    """The config with another one of its text, which may be itself or a part of a part."""
+    if config is text:
+        return changed
+    for name in config.sub_configs:
+        part = getattr(config, name, None)
+        if hasattr(part, "sub_configs"):
+            setattr(config, name, _with_text(part, text, changed))
+    return config
 
 
 def _arrivals(options: argparse.Namespace) -> list[Arrival]:
@@ -201,6 +251,8 @@ def _arrivals(options: argparse.Namespace) -> list[Arrival]:
         try:
             count, prompt, new, spread = (float(part) for part in options.made.split(","))
             num_requests = int(count)
+            if num_requests != count:
+                raise ValueError
         except (ValueError, OverflowError):
             raise TraceError(f"--made {options.made} is not four numbers, N,PROMPT,NEW,SPREAD") from None
         arrivals = generate_trace(
@@ -215,12 +267,6 @@ def _arrivals(options: argparse.Namespace) -> list[Arrival]:
         made = generate_trace(len(arrivals), prompt_tokens=1, new_tokens=1, rate_per_s=options.rate, seed=options.seed)
         arrivals = [replace(arrival, at_s=other.at_s) for arrival, other in zip(arrivals, made)]
     return at_once(arrivals) if options.at_once else arrivals
-
-
-def _work(config: Any) -> Work:
-    from torch_uma.integrations.transformers.counting import work_of
-
-    return work_of(config)
 
 
 if __name__ == "__main__":

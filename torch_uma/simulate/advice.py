@@ -38,7 +38,9 @@ def _gain(arena: Report, name: str, report: Report) -> str:
         return f"one arena against {name}: these pools completed nothing"
     gain = arena.new_tokens_per_s / report.new_tokens_per_s - 1
     running = arena.time_mean_running / report.time_mean_running - 1
+    more = report.num_refused - arena.num_refused
     return (
         f"one arena against {name}: {gain:+.1%} new tokens a second, {running:+.1%} running, first token after "
         f"{arena.first_token_s['mean']:.3g} s instead of {report.first_token_s['mean']:.3g} s"
+        + (f"; these pools refused {more:,} more, which the arena served as well" if more > 0 else "")
     )
