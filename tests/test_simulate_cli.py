@@ -198,6 +198,20 @@ def test_the_text_of_a_model_with_other_parts_is_simulated(capsys, tmp_path: Pat
         assert seconds[1] == pytest.approx(2 * seconds[0], rel=0.1)
 
 
+def test_fewer_layers_follow_the_pattern_of_the_model(capsys, tmp_path: Path) -> None:
+    """Whatever lists the config has for them; but not where their number follows from one."""
+    path = tmp_path / "reports.json"
+    made = ["--made", "1,20,5,0", "--memory", "1GiB", "--quiet", "--json", str(path), "--set", "num_hidden_layers=4"]
+    assert main(["--config", "llama4_text", *made]) == 0
+    used = json.loads(path.read_text())["arena"]["used_bytes"]
+    assert used["chunk_8192"] == 3 * used["full"]
+    assert main(["--config", "exaone_moe", *made]) == 0
+    capsys.readouterr()
+    assert "num_hidden_layers of nemotron_h follows from" in error(
+        capsys, "--config", "nemotron_h", *made[:-1], "num_hidden_layers=3"
+    )
+
+
 def test_an_interrupt_ends_it_without_a_trace(capsys, monkeypatch) -> None:
     def replay(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt

@@ -222,11 +222,16 @@ def _config(options: argparse.Namespace) -> Any:
         return config
     kept = text.to_dict()
     if "num_hidden_layers" in changes:
-        kept.pop("layer_types", None)  # the model's own pattern, for as many
+        # What is said layer by layer follows the model's own pattern, for as many.
+        count = text.num_hidden_layers
+        kept = {name: value for name, value in kept.items() if not (isinstance(value, list) and len(value) == count)}
     try:
         changed = type(text).from_dict({**kept, **changes})
     except StrictDataclassError as error:
         raise TraceError(f"the config of {text.model_type} cannot be set so: {error}") from error
+    for name, value in changes.items():
+        if isinstance(value, int | float) and getattr(changed, name) != value:
+            raise TraceError(f"{name} of {text.model_type} follows from the rest of its config: {value} is not taken")
     config = _with_text(config, text, changed)
     return config if config.get_text_config(decoder=True) is changed else changed
 
