@@ -246,7 +246,7 @@ def test_windows_give_back_what_is_behind_them() -> None:
 def test_models_without_full_attention_are_replayed_too(lifetime: Lifetime) -> None:
     """Nothing there grows with a request, so that its length is bounded otherwise."""
     source = plan([layer(lifetime)], memory=4096, page_size=1)
-    report = run(source, [arrival(70, 30), arrival(1 << 40, 1), arrival(1, 1 << 40)])
+    report = run(source, [arrival(70, 30), arrival(1 << 40, 1), arrival(1, 1 << 40)], max_running=2)
     assert (report.num_completed, report.num_refused) == (1, 2)
     assert report.seconds == 30.0
 

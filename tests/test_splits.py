@@ -76,11 +76,6 @@ def test_more_tries_come_closer() -> None:
     assert split["state"] == pytest.approx(0.4321, abs=1e-3)
 
 
-def test_a_search_has_enough_tries() -> None:
-    with pytest.raises(PlanError, match="num_tries of a search is at least 7, not 6"):
-        best_split(STATEFUL, peak("state", 0.5), num_tries=6)
-
-
 def test_splits_that_hold_no_request_are_passed_over() -> None:
     """Also where the default is one of them, and where all but a corner is."""
     split, _ = best_split(STATEFUL, peak("state", 0.9, at_least=0.8))

@@ -9,7 +9,6 @@ import numpy as np
 from torch_uma.pool import CachePool
 from torch_uma.scheduling import Request, Round, Scheduler
 from torch_uma.simulate.report import PERCENTILES, Report
-from torch_uma.tables import Int64Array
 
 _NUM_POINTS = 1000
 
@@ -36,7 +35,7 @@ class Recorder:
         self._ended_s: list[float] = [0.0]  # by number of the round
         self._gaps: list[tuple[float, int]] = []  # seconds between two tokens of a request, and of how many
         self._running: list[int] = []
-        self._held_pages: list[Int64Array] = []  # by sub-pool
+        self._held_page_s = np.zeros(len(pool.plan.subpools))
         self._began_s: list[float] = []
 
     @property
@@ -72,7 +71,7 @@ class Recorder:
         lasted_s = now_s - self._began_s[-1]
         self._ended_s += [now_s] * (round.number + 1 - len(self._ended_s))
         books = self._pool.sequences  # the bands know only later of what was let go of
-        self._held_pages.append((books.end - books.first)[:, books.live].sum(axis=1))
+        self._held_page_s += lasted_s * ((books.end - books.first) @ books.live)
         num_resumed = len(round.resumed)
         for request in round.resumed:
             self._note_gap(request, now_s)
@@ -101,8 +100,7 @@ class Recorder:
         began_s, ended_s, running = np.array(self._began_s), np.array(self._ended_s[1:]), np.array(self._running)
         lasted_s = ended_s - began_s
         page_bytes = np.array([band.grid.page_bytes for band in self._bands])
-        held_byte_s = lasted_s @ np.array(self._held_pages).reshape(-1, len(page_bytes)) * page_bytes
-        used = held_byte_s / max(seconds, 1e-12)
+        used = self._held_page_s * page_bytes / max(seconds, 1e-12)
         names = [subpool.name for subpool in self._pool.plan.subpools]
         gaps = np.array(self._gaps).reshape(-1, 2)
         completed = max(1, self._num_completed)

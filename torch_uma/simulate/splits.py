@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from torch_uma.counts import whole
 from torch_uma.errors import PlanError
 from torch_uma.layout import Full
 from torch_uma.plan import Plan
@@ -41,10 +40,9 @@ def best_split(
     """The split under which `run` gets through its requests soonest, and how; found by search, one share at a time.
 
     Throughput rises to the best share and falls behind it: so the search looks at some, evenly apart, and then closer
-    and closer around the best of them by golden section, `num_tries` for each share, 7 or more. A split under which
-    `run` raises PlanError, as a pool of it cannot hold a request, is none; PlanError if there is no other.
+    and closer around the best of them by golden section, `num_tries` for each share but one, seven at least. A split
+    under which `run` raises PlanError, as a pool of it cannot hold a request, is none; PlanError if there is no other.
     """
-    num_tries = whole(num_tries, "num_tries of a search", least=_NUM_EVENLY + 2, error=PlanError)
     search = _Search(run)
     search.look(default_split(plan))
     shares = default_split(plan)
