@@ -211,6 +211,8 @@ def test_arrivals_that_make_no_replay() -> None:
         run(full(12), [])
     with pytest.raises(TraceError, match="arrival 2 comes at 3.0 s, and the one behind it at 1.0 s"):
         run(full(12), [arrival(1, 1), arrival(1, 1, at_s=3.0), arrival(1, 1, at_s=1.0)])
+    with pytest.raises(TraceError, match="arrival 2 never comes"):
+        run(full(12), [arrival(1, 1), arrival(1, 1, at_s=float("inf"))])
 
 
 def test_a_report_is_one_json_object() -> None:

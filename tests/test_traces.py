@@ -193,7 +193,7 @@ def test_a_turn_may_be_cut_within_a_letter_or_without_a_text(trace) -> None:
         ('{"prompt_tokens": Infinity, "output_tokens": 1}', "line 1 .*infinity"),
         ('{"prompt_tokens": 1, "output_tokens": NaN}', "line 1 .*NaN"),
         ('{"prompt_tokens": null, "output_tokens": 1}', "line 1 .*None"),
-        ('{"prompt_tokens": 1, "output_tokens": 1, "at_s": NaN}', "line 1 .* not at nan"),
+        ('{"prompt_tokens": 1, "output_tokens": 1, "at_s": NaN}', "line 1 .* arrives at nan"),
         ('{"prompt_tokens": 1, "output_tokens": 1, "timestamp": "now"}', "line 1 .*now"),
         ('{"conversations": "hello"}', "line 1 .* no list, but 'hello'"),
         ('{"conversations": ["hello", "you"]}', "line 1 .* names none of value, content"),
@@ -308,7 +308,7 @@ def test_numbers_that_make_no_trace(wrong: dict[str, float]) -> None:
     "wrong",
     [
         {"at_s": float("nan")},
-        {"at_s": float("inf")},
+        {"at_s": -float("inf")},
         {"num_prompt_tokens": 0},
         {"num_new_tokens": 1.5},
         {"priority": 0.5},

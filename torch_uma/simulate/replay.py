@@ -6,6 +6,7 @@ and come back, are charged as well.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -42,9 +43,10 @@ def replay(
 
     With `split`, shares of the arena by sub-pool, over pools that are fixed there. `max_running` and `options` are the
     scheduler's. `progress` is told how many requests of how many are done; `on_round` sees every round once it is
-    decided. Time begins with the first arrival. Requests that the arena could not hold, or of more than a million
-    tokens where only windows and states are held, are counted as refused. TraceError for no arrivals, and for some that
-    are not in the order of their time.
+    decided. Time begins with the first arrival; one that waits for others' answers may come at infinity as long as
+    these are not there, as arrivals are looked at when they are next. Requests that the arena could not hold, or of
+    more than a million tokens where only windows and states are held, are counted as refused. TraceError for no
+    arrivals, for some that are not in the order of their time, and for one that never comes.
     """
     _check(arrivals)
     pool = CachePool(
@@ -57,13 +59,14 @@ def replay(
             )
         scheduler = Scheduler(pool, max_running=max_running, **options)
         recorder = Recorder(pool, scheduler, len(arrivals), is_split=bool(split))
-        times_s = [arrival.at_s - arrivals[0].at_s for arrival in arrivals]
-        now_s, num_come = 0.0, 0
+        start_s, now_s, num_come = arrivals[0].at_s, 0.0, 0
         while num_come < len(arrivals) or scheduler:
-            if not scheduler and times_s[num_come] > now_s:
-                now_s = times_s[num_come]
-            while num_come < len(arrivals) and times_s[num_come] <= now_s:
-                _submit(scheduler, arrivals[num_come], times_s[num_come], recorder)
+            if not scheduler:
+                now_s = max(now_s, arrivals[num_come].at_s - start_s)
+                if now_s == math.inf:
+                    raise TraceError(f"arrival {num_come + 1} never comes, and nobody else is there")
+            while num_come < len(arrivals) and arrivals[num_come].at_s - start_s <= now_s:
+                _submit(scheduler, arrivals[num_come], start_s, recorder)
                 num_come += 1
             if not scheduler:
                 continue
@@ -99,7 +102,7 @@ def _longest_tokens(plan: Plan, arrivals: Sequence[Arrival]) -> int:
     return min(longest, *(held or [_MOST_TOKENS]))
 
 
-def _submit(scheduler: Scheduler, arrival: Arrival, at_s: float, recorder: Recorder) -> None:
+def _submit(scheduler: Scheduler, arrival: Arrival, start_s: float, recorder: Recorder) -> None:
     try:
         request = scheduler.submit(
             arrival.num_prompt_tokens, arrival.num_new_tokens, priority=arrival.priority, tag=arrival
@@ -107,4 +110,4 @@ def _submit(scheduler: Scheduler, arrival: Arrival, at_s: float, recorder: Recor
     except (OutOfMemory, SequenceError):
         recorder.num_refused += 1
     else:
-        recorder.come(request, at_s)
+        recorder.come(request, arrival.at_s - start_s)

@@ -44,8 +44,8 @@ class Arrival:
     priority: int = 0
 
     def __post_init__(self) -> None:
-        if not math.isfinite(self.at_s):
-            raise TraceError(f"a request arrives at a finite time, not at {self.at_s} s")
+        if not self.at_s > -math.inf:  # at infinity comes what waits for something else
+            raise TraceError(f"a request arrives at some time, not at {self.at_s} s")
         whole(self.num_prompt_tokens, "num_prompt_tokens of a request", least=1, error=TraceError)
         whole(self.num_new_tokens, "num_new_tokens of a request", least=1, error=TraceError)
         if whole(self.priority, "the priority of a request", least=-_MOST_PRIORITY, error=TraceError) > _MOST_PRIORITY:
@@ -216,6 +216,8 @@ def _arrival(at_s: float, prompt: Any, new: Any, priority: int = 0) -> Arrival |
     num_prompt_tokens, num_new_tokens = _whole(prompt), _whole(new)
     if num_prompt_tokens < 0 or num_new_tokens < 0:
         raise ValueError(f"lengths of {num_prompt_tokens} and {num_new_tokens} tokens")
+    if not math.isfinite(at_s):
+        raise ValueError(f"it arrives at {at_s}")
     if not num_prompt_tokens or not num_new_tokens:
         return None
     return Arrival(at_s=at_s, num_prompt_tokens=num_prompt_tokens, num_new_tokens=num_new_tokens, priority=priority)
