@@ -140,6 +140,7 @@ def test_progress_is_shown_unless_it_is_not_wanted(capsys) -> None:
         ([*SMALL, *MADE, "--plot", "runs.txt"], "runs.txt cannot be drawn into; let its name end with"),
         ([*SMALL, *MADE, "--memory", "much"], "much"),
         ([*SMALL, *MADE, "--memory", "4KiB"], "give more memory"),
+        ([*SMALL, *MADE, "--memory", "10000000000GiB"], "more than there can be"),
         ([*SMALL, *MADE, "--host-memory", "much"], "much"),
         ([*SMALL, *MADE, "--kv-dtype", "int3"], "int3"),
         ([*SMALL, *MADE, "--device", "abacus"], "invalid choice"),
