@@ -213,6 +213,8 @@ def test_arrivals_that_make_no_replay() -> None:
         run(full(12), [arrival(1, 1), arrival(1, 1, at_s=3.0), arrival(1, 1, at_s=1.0)])
     with pytest.raises(TraceError, match="arrival 2 never comes"):
         run(full(12), [arrival(1, 1), arrival(1, 1, at_s=float("inf"))])
+    with pytest.raises(TraceError, match="arrival 1 never comes"):
+        run(full(12), [arrival(1, 1, at_s=float("inf"))])
 
 
 def test_a_report_is_one_json_object() -> None:

@@ -65,6 +65,13 @@ def test_the_config_can_be_changed_or_read_from_a_file(capsys, tmp_path: Path) -
         assert json.loads(path.read_text()) == reports(capsys, tmp_path, *MADE)
 
 
+def test_a_folder_goes_before_the_model_type_of_its_name(capsys, tmp_path: Path, monkeypatch) -> None:
+    CONFIG_MAPPING["llama"](num_hidden_layers=1, hidden_size=64, head_dim=16).save_pretrained(tmp_path / "gpt_oss")
+    monkeypatch.chdir(tmp_path)
+    assert main(["--config", "gpt_oss", "--memory", "24MiB", "--quiet", *MADE]) == 0
+    assert "window_128" not in capsys.readouterr().out
+
+
 def test_fixed_pools_are_compared(capsys, tmp_path: Path) -> None:
     asked = ["default", "best", '{"window_128": 0.5, "full": 0.5}']
     path = tmp_path / "reports.json"

@@ -210,12 +210,12 @@ def _config(options: argparse.Namespace) -> Any:
             changes[name] = json.loads(value)
         except (json.JSONDecodeError, RecursionError):
             changes[name] = value
-    if options.config in CONFIG_MAPPING:
+    if options.config in CONFIG_MAPPING and not Path(options.config).exists():
         config = CONFIG_MAPPING[options.config]()
     else:
         config = AutoConfig.from_pretrained(options.config)
     text = config.get_text_config(decoder=True)
-    unknown = [name for name in changes if callable(getattr(text, name, print))]
+    unknown = [name for name in changes if not hasattr(text, name) or callable(getattr(text, name))]
     if unknown:
         raise TraceError(f"the config of {text.model_type} has no {', '.join(unknown)} to be set")
     if not changes:

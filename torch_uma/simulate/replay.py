@@ -62,9 +62,9 @@ def replay(
         start_s, now_s, num_come = arrivals[0].at_s, 0.0, 0
         while num_come < len(arrivals) or scheduler:
             if not scheduler:
-                now_s = max(now_s, arrivals[num_come].at_s - start_s)
-                if now_s == math.inf:
+                if arrivals[num_come].at_s == math.inf:
                     raise TraceError(f"arrival {num_come + 1} never comes, and nobody else is there")
+                now_s = max(now_s, arrivals[num_come].at_s - start_s)
             while num_come < len(arrivals) and arrivals[num_come].at_s - start_s <= now_s:
                 _submit(scheduler, arrivals[num_come], start_s, recorder)
                 num_come += 1
