@@ -13,7 +13,7 @@ import pytest
 import torch
 import zoo
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import CONFIG_MAPPING, AutoConfig, LlamaConfig
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from torch_uma.errors import PlanError
 from torch_uma.integrations.transformers.counting import _experts, work_of
@@ -90,6 +90,16 @@ def test_weights_count_as_often_as_they_are_multiplied(name: str) -> None:
     print(count, ours)
     assert ours == pytest.approx(count, rel=0.04)
     assert work_of(zoo.config_of(name)) == work_of(model)
+
+
+def test_weights_that_layers_share_count_in_each_of_them() -> None:
+    """As the embedding counts that is the head as well: those of a block that comes again are read again."""
+    apart, shared = zoo.tiny("zamba"), zoo.tiny("zamba")
+    shared.tie_word_embeddings = True
+    with torch.device("meta"):
+        sizes = [sum(p.numel() for p in AutoModelForCausalLM.from_config(c).parameters()) for c in (apart, shared)]
+    assert sizes[1] < sizes[0] - apart.vocab_size * apart.hidden_size
+    assert work_of(shared) == work_of(apart)
 
 
 def test_keys_in_fewer_bits_are_fewer_bytes() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -77,12 +77,14 @@ def _is_routed(name: str) -> bool:
 
 def _dense_size(model: Any, runs: _Runs) -> float:
     """Numbers in the weights that a token is multiplied with, each as often as it is, without head and experts."""
-    times = {id(p): runs.of_parameter(name) for name, p in decoder_of(model).named_parameters()}
+    times: dict[int, float] = defaultdict(float)
+    for name, p in decoder_of(model).named_parameters(remove_duplicate=False):  # layers may share their weights
+        times[id(p)] += runs.of_parameter(name)
     head = model.get_output_embeddings()
     apart = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     apart |= set() if head is None else {id(head.weight)}
     weights = (p for name, p in model.named_parameters() if id(p) not in apart and not _is_routed(name))
-    return float(sum(weight.numel() * times.get(id(weight), 1.0) for weight in weights))
+    return float(sum(weight.numel() * times.get(id(weight), 1) for weight in weights))
 
 
 class _Runs:
@@ -94,11 +96,13 @@ class _Runs:
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
         self._names: set[str] = set()
+        self._others: set[str] = set()  # second names of modules
 
     @contextmanager
     def watch(self, decoder: Any, _: Any) -> Iterator[None]:
         """Count them while a block runs forwards."""
         self._names = {name for name, _ in decoder.named_modules()}
+        self._others = {name for name, _ in decoder.named_modules(remove_duplicate=False)} - self._names
         hooks = [module.register_forward_hook(partial(self._note, name)) for name, module in decoder.named_modules()]
         try:
             yield
@@ -110,7 +114,7 @@ class _Runs:
         """Of the module that a parameter belongs to, or of the one around that, whose code may use it itself."""
         module = name.rpartition(".")[0]
         if module not in self._names:
-            return 1.0
+            return 0 if module in self._others else 1
         return (self._counts[module] or self._counts[module.rpartition(".")[0]]) / self._counts[""]
 
     def _note(self, name: str, *_: Any) -> None:
