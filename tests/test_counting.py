@@ -11,8 +11,9 @@ from typing import Any
 import models
 import pytest
 import torch
+import zoo
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import CONFIG_MAPPING, AutoConfig, LlamaConfig
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from torch_uma.errors import PlanError
 from torch_uma.integrations.transformers.counting import _experts, work_of
@@ -66,6 +67,54 @@ def test_operations_are_those_that_are_counted(tiny: Any) -> None:
         assert count < ours < 1.5 * count
     else:
         assert ours == pytest.approx(count, rel=MARGIN)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "opt",  # looks positions up
+        "gemma3n_text",  # looks a part of each layer up
+        "phi4_multimodal",  # has towers that text does not go through
+        "hrm_text",  # goes through its layers several times
+        "trocr",  # has layers that attend to an encoder
+        "qwen2_5_vl_text",  # has no class with a head for text alone
+        "qwen3_vl_moe_text",
+        "deepseek_v4",  # stores once what is key and value, and groups of tokens
+    ],
+)
+def test_weights_count_as_often_as_they_are_multiplied(name: str) -> None:
+    model = zoo.build(name)
+    if name.startswith("qwen3"):
+        model.set_experts_implementation("eager")
+    count, ours = counted(model, 48), expected(work_of(model), 48)
+    print(count, ours)
+    assert ours == pytest.approx(count, rel=0.04)
+    assert work_of(zoo.config_of(name)) == work_of(model)
+
+
+def test_weights_that_layers_share_count_in_each_of_them() -> None:
+    """As the embedding counts that is the head as well: those of a block that comes again are read again."""
+    apart, shared = zoo.tiny("zamba"), zoo.tiny("zamba")
+    shared.tie_word_embeddings = True
+    with torch.device("meta"):
+        sizes = [sum(p.numel() for p in AutoModelForCausalLM.from_config(c).parameters()) for c in (apart, shared)]
+    assert sizes[1] < sizes[0] - apart.vocab_size * apart.hidden_size
+    assert work_of(shared) == work_of(apart)
+
+
+def test_keys_in_fewer_bits_are_fewer_bytes() -> None:
+    config = models.CONFIGS["llama"]()
+    (attention,), (narrow,) = work_of(config).attention, work_of(config, kv_dtype="float8_e4m3fn").attention
+    assert narrow.token_bytes == attention.token_bytes / 2 and narrow.pair_flops == attention.pair_flops
+    (subpool,) = plan(config, memory="1MiB", dtype=torch.bfloat16, kv_dtype="float8_e4m3fn").subpools
+    assert narrow.token_bytes * narrow.num_layers == subpool.bytes_per_token
+    with pytest.raises(PlanError, match="int3"):
+        work_of(config, kv_dtype="int3")
+
+
+def test_a_chunk_is_no_window() -> None:
+    kinds = {(kind.window, kind.is_chunked) for kind in work_of(models.CONFIGS["llama4"]()).attention}
+    assert kinds == {(models.CHUNK, True), (None, False)}
 
 
 def test_a_state_has_the_bytes_of_its_sub_pool(tiny: Any) -> None:
@@ -124,6 +173,10 @@ def test_a_config_in_a_file_is_as_good(tmp_path: Path) -> None:
 def test_a_model_and_its_config_give_the_same() -> None:
     model = models.build("gpt_oss")
     assert work_of(model) == work_of(model.config)
+
+
+def test_experts_may_be_said_layer_by_layer() -> None:
+    assert _experts(SimpleNamespace(model_type="strange", num_experts=64, moe_topk=[8, 8, 8])) == (64, 8)
 
 
 def test_experts_of_which_nobody_says_how_many_are_chosen() -> None:

@@ -39,6 +39,12 @@ def test_no_amount_of_bytes(memory: object) -> None:
         parse_bytes(memory)
 
 
+@pytest.mark.parametrize("memory", ["10000000000GiB", "9" * 400, 1 << 63])
+def test_more_than_can_be_counted(memory: object) -> None:
+    with pytest.raises(PlanError, match="is more than there can be"):
+        parse_bytes(memory)
+
+
 def test_what_may_be_nothing() -> None:
     assert [parse_bytes(memory, least=0) for memory in (0, "0", "0GiB", "1KiB")] == [0, 0, 0, 1024]
     for memory in (-1, "-1", None, "lots"):

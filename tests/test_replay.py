@@ -14,7 +14,7 @@ from transformers import GptOssConfig
 
 from torch_uma.errors import PlanError, TraceError
 from torch_uma.integrations.transformers.counting import work_of
-from torch_uma.layout import Full, State, Window
+from torch_uma.layout import Chunk, Full, Lifetime, State, Window
 from torch_uma.plan import Plan, plan
 from torch_uma.scheduling import Costs, Round, Scheduler
 from torch_uma.simulate import DEVICES, Arrival, Device, Report, Work, generate_trace, replay
@@ -126,6 +126,20 @@ def test_a_more_important_one_takes_the_place_of_another() -> None:
     assert report.first_token_s["mean"] == pytest.approx((1.0 + 1.5) / 2)
 
 
+def test_time_begins_with_the_first_arrival() -> None:
+    """As with a part of a trace, whose times are those of the whole; also where these are large."""
+    arrivals = [arrival(5, 2), arrival(3, 1, at_s=0.25), arrival(1, 1, at_s=16.0)]
+    expected = run(full(100), arrivals, TENTHS)
+    for start_s in (-100.0, 3600.0, 2.0**40):
+        assert run(full(100), [replace(each, at_s=each.at_s + start_s) for each in arrivals], TENTHS) == expected
+
+
+def test_arrivals_may_be_ages_apart() -> None:
+    report = run(full(100), [arrival(5, 2), arrival(3, 1, at_s=1e12)])
+    assert report.num_completed == 2 and report.first_token_s["99"] == 1.0
+    assert report.time_mean_running == pytest.approx(3e-12) and report.mean_running == 1.0
+
+
 @pytest.mark.parametrize("too_long", [arrival(12, 2), arrival(2, 12), arrival(1 << 40, 1), arrival(3, 1 << 40)])
 def test_what_the_arena_cannot_hold_is_refused_and_counted(too_long: Arrival) -> None:
     told: list[tuple[int, int]] = []
@@ -169,6 +183,11 @@ def test_a_split_that_holds_no_request_is_refused() -> None:
         run(plan(STATE_AND_FULL, memory=4096, page_size=1), [arrival(10, 4)], split={"state": 0.01, "full": 0.99})
 
 
+def test_no_shares_are_no_split() -> None:
+    source = plan(STATE_AND_FULL, memory=4096, page_size=1)
+    assert run(source, [arrival(10, 4)], split={}) == run(source, [arrival(10, 4)])
+
+
 def test_one_pool_alone_is_the_arena() -> None:
     arrivals = generate_trace(40, prompt_tokens=10, new_tokens=10, spread=0.5, rate_per_s=1)
     arena, pools = (run(full(60), arrivals, split=split) for split in (None, {"full": 1.0}))
@@ -192,6 +211,10 @@ def test_arrivals_that_make_no_replay() -> None:
         run(full(12), [])
     with pytest.raises(TraceError, match="arrival 2 comes at 3.0 s, and the one behind it at 1.0 s"):
         run(full(12), [arrival(1, 1), arrival(1, 1, at_s=3.0), arrival(1, 1, at_s=1.0)])
+    with pytest.raises(TraceError, match="arrival 2 never comes"):
+        run(full(12), [arrival(1, 1), arrival(1, 1, at_s=float("inf"))])
+    with pytest.raises(TraceError, match="arrival 1 never comes"):
+        run(full(12), [arrival(1, 1, at_s=float("inf"))])
 
 
 def test_a_report_is_one_json_object() -> None:
@@ -217,9 +240,19 @@ def test_of_many_rounds_a_thousand_points_are_kept() -> None:
 
 
 def test_windows_give_back_what_is_behind_them() -> None:
+    """At the end of the round in which it falls behind: of 30 tokens and more three are left for the next one."""
     source = plan([layer(Full()), layer(Window(4))], memory=8192, page_size=1)
-    report = run(source, [arrival(3, 61)])
-    assert report.used_bytes["window_4"] <= 16 * 5 < report.used_bytes["full"]
+    report = run(source, [arrival(30, 31)])
+    assert report.used_bytes == {"window_4": 16 * 3, "full": 16 * (30 + 60) / 2}
+
+
+@pytest.mark.parametrize("lifetime", [Window(4), Chunk(4), State()], ids=str)
+def test_models_without_full_attention_are_replayed_too(lifetime: Lifetime) -> None:
+    """Nothing there grows with a request, so that its length is bounded otherwise."""
+    source = plan([layer(lifetime)], memory=4096, page_size=1)
+    report = run(source, [arrival(70, 30), arrival(1 << 40, 1), arrival(1, 1 << 40)], max_running=2)
+    assert (report.num_completed, report.num_refused) == (1, 2)
+    assert report.seconds == 30.0
 
 
 def test_a_tenth_of_an_hour_of_twenty_requests_a_second_is_soon_over() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zoo
 from transformers import CONFIG_MAPPING
 
 from torch_uma.simulate.__main__ import main
@@ -62,6 +63,13 @@ def test_the_config_can_be_changed_or_read_from_a_file(capsys, tmp_path: Path) -
         arguments = ["--config", str(source), "--memory", "24MiB", "--quiet", *MADE, "--json", str(path)]
         assert main(arguments) == 0
         assert json.loads(path.read_text()) == reports(capsys, tmp_path, *MADE)
+
+
+def test_a_folder_goes_before_the_model_type_of_its_name(capsys, tmp_path: Path, monkeypatch) -> None:
+    CONFIG_MAPPING["llama"](num_hidden_layers=1, hidden_size=64, head_dim=16).save_pretrained(tmp_path / "gpt_oss")
+    monkeypatch.chdir(tmp_path)
+    assert main(["--config", "gpt_oss", "--memory", "24MiB", "--quiet", *MADE]) == 0
+    assert "window_128" not in capsys.readouterr().out
 
 
 def test_fixed_pools_are_compared(capsys, tmp_path: Path) -> None:
@@ -149,26 +157,38 @@ def test_progress_is_shown_unless_it_is_not_wanted(capsys) -> None:
         ([*SMALL, *MADE, "--limit", "0"], "--limit is at least 1"),
         ([*SMALL, *MADE[:2], "--rate", "-1"], "positive rate"),
         ([*SMALL, *MADE, "--rate", "5"], "not allowed with argument"),
+        ([*SMALL, *MADE, "--seed", "-1"], "the seed of a trace is at least 0"),
+        ([*SMALL, "--made", "12.5,200,20,1"], "not four numbers"),
+        ([*SMALL, "--made", "1e17,200,20,1"], "Unable to allocate"),
+        ([*SMALL, *MADE, "--headroom-steps", "1" + 30 * "0"], "too large"),
         ([*SMALL, *MADE, "--split", "fast"], '--split fast is not "default", "best" or shares'),
         ([*SMALL, *MADE, "--split", '{"full": "all"}'], "shares such as"),
         ([*SMALL, *MADE, "--split", '{"nothing": 0.5}'], "nothing"),
+        ([*SMALL, *MADE, "--split", "{}"], "shares such as"),
+        ([*SMALL, *MADE, "--split", '{"full": 1}'], "the pool cannot hold one request"),
         ([*SMALL, *MADE, "--set", "num_hidden_layers"], "no NAME=VALUE"),
+        ([*SMALL, *MADE, "--set", "=4"], "no NAME=VALUE"),
         ([*SMALL, *MADE, "--set", "num_wheels=4"], "the config of gpt_oss has no num_wheels"),
+        ([*SMALL, *MADE, "--set", "to_dict=4"], "the config of gpt_oss has no to_dict"),
+        ([*SMALL, *MADE, "--set", "num_key_value_heads=0"], "and --set no model can be made (ZeroDivisionError"),
+        ([*SMALL, *MADE, "--set", "vocab_size=-5"], "no model can be made (RuntimeError"),
         ([*SMALL, *MADE, "--set", "hidden_size=wide"], "the config of gpt_oss cannot be set so"),
         ([*SMALL, *MADE, "--max-running", "0"], "max_sequences"),
         ([*SMALL, *MADE, "--step-tokens", "4"], "more than step_tokens, 4"),
         ([*SMALL, *MADE, "--json", "no/such/folder/x.json"], "no folder no/such/folder"),
+        ([*SMALL, *MADE, "--json", "."], ". is a folder; name a file in it"),
+        ([*SMALL, *MADE, "--plot", "runs.txt"], "runs.txt cannot be drawn into; let its name end with"),
         ([*SMALL, *MADE, "--memory", "much"], "much"),
         ([*SMALL, *MADE, "--memory", "4KiB"], "give more memory"),
+        ([*SMALL, *MADE, "--memory", "10000000000GiB"], "more than there can be"),
         ([*SMALL, *MADE, "--host-memory", "much"], "much"),
         ([*SMALL, *MADE, "--kv-dtype", "int3"], "int3"),
         ([*SMALL, *MADE, "--device", "abacus"], "--device abacus is not h200, nor an object of flops_per_s"),
         ([*SMALL, *MADE, "--device", '{"flops_per_s": 1}'], "nor an object of flops_per_s"),
         (
             [*SMALL, *MADE, "--device", '{"flops_per_s": 0, "bytes_per_s": 1, "host_bytes_per_s": 1}'],
-            "flops_per_s of a device is positive",
+            "flops_per_s of a device is a positive number",
         ),
-        ([*SMALL, *MADE, "--plot", "runs.xyz"], "runs.xyz is no file of a kind that can be drawn"),
         ([*SMALL], "one of the arguments --trace --made is required"),
         (
             ["--config", "/no/such/folder", "--memory", "1GiB", *MADE, "--quiet"],
@@ -179,3 +199,73 @@ def test_progress_is_shown_unless_it_is_not_wanted(capsys) -> None:
 )
 def test_errors_are_told_in_words(capsys, arguments: list[str], words: str) -> None:
     assert words in error(capsys, *arguments)
+
+
+def test_what_is_nested_too_deep_to_be_read_is_no_number(capsys) -> None:
+    assert "shares such as" in error(capsys, *SMALL, *MADE, "--split", '{"full": ' + "[" * 100_000)
+    assert "cannot be set so" in error(capsys, *SMALL, *MADE, "--set", "hidden_size=" + "[" * 100_000)
+
+
+def test_a_config_that_is_none_is_told_in_words(capsys, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": "many"}')
+    said = error(capsys, "--config", str(tmp_path), "--memory", "1GiB", *MADE)
+    assert "no model can be made (StrictDataclassFieldValidationError" in said
+
+
+def test_nothing_is_simulated_before_every_split_is_known_to_hold_a_request(capsys, monkeypatch) -> None:
+    monkeypatch.setattr("torch_uma.simulate.__main__.replay", None)
+    said = error(capsys, *SMALL, *MADE, "--split", "default", "--split", '{"full": 1}')
+    assert "the pool cannot hold one request" in said
+
+
+def test_splits_that_look_alike_have_columns_of_their_own(capsys, tmp_path: Path) -> None:
+    """By the order of the sub-pools, with those that were not named; twice the same is once."""
+    asked = ['{"full": 0.701}', '{"full": 0.701}', '{"full": 0.699, "window_128": 0.301}']
+    read = reports(capsys, tmp_path, *MADE, *(argument for split in asked for argument in ("--split", split)))
+    assert list(read) == ["arena", "split 0.30/0.70", "split 0.30/0.70 (2)"]
+
+
+def test_keys_in_fewer_bits_take_less_time(capsys, tmp_path: Path) -> None:
+    busy = ["--made", "12,2000,200,0", "--set", "num_hidden_layers=2", "--set", "hidden_size=64"]
+    wide, narrow = (
+        reports(capsys, tmp_path, *busy, *options)["arena"] for options in ([], ["--kv-dtype", "float8_e4m3fn"])
+    )
+    assert narrow["seconds"] < wide["seconds"]
+
+
+def test_the_text_of_a_model_with_other_parts_is_simulated(capsys, tmp_path: Path) -> None:
+    """Also where transformers has no class for its text alone, and where it is a part of a part."""
+    for name in ("qwen2_5_vl_text", "qwen2_5_omni_text"):
+        config = zoo.config_of(name)
+        config.save_pretrained(tmp_path / name)
+        path = tmp_path / f"{name}.json"
+        made = ["--made", "4,20,5,0", "--memory", "1MiB", "--quiet", "--json", str(path)]
+        seconds = []
+        for options in ([], ["--set", "num_hidden_layers=8"]):
+            assert main(["--config", str(tmp_path / name), *made, *options]) == 0
+            seconds.append(json.loads(path.read_text())["arena"]["used_bytes"]["full"])
+        assert seconds[1] == pytest.approx(2 * seconds[0], rel=0.1)
+
+
+def test_fewer_layers_follow_the_pattern_of_the_model(capsys, tmp_path: Path) -> None:
+    """Whatever lists the config has for them; but not where their number follows from one."""
+    path = tmp_path / "reports.json"
+    made = ["--made", "1,20,5,0", "--memory", "1GiB", "--quiet", "--json", str(path), "--set", "num_hidden_layers=4"]
+    assert main(["--config", "llama4_text", *made]) == 0
+    used = json.loads(path.read_text())["arena"]["used_bytes"]
+    assert used["chunk_8192"] == 3 * used["full"]
+    assert main(["--config", "exaone_moe", *made]) == 0
+    capsys.readouterr()
+    assert "num_hidden_layers of nemotron_h follows from" in error(
+        capsys, "--config", "nemotron_h", *made[:-1], "num_hidden_layers=3"
+    )
+
+
+def test_an_interrupt_ends_it_without_a_trace(capsys, monkeypatch) -> None:
+    def replay(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("torch_uma.simulate.__main__.replay", replay)
+    with pytest.raises(SystemExit) as caught:
+        main([*SMALL, *MADE])
+    assert caught.value.code == 130 and capsys.readouterr().err.endswith("interrupted\n")

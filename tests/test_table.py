@@ -107,11 +107,15 @@ CALM = replace(REPORT, num_refused=0, dropped=0, offloaded=0, retractions_per_10
 
 
 def test_the_gain_over_pools_is_said() -> None:
-    gain, _ = advice({"arena": CALM, "default": POOLS}, max_running=256, arena_bytes=4_000_000_000)
+    pools = replace(POOLS, num_refused=0)
+    gain, _ = advice({"arena": CALM, "default": pools}, max_running=256, arena_bytes=4_000_000_000)
     assert gain == (
         "one arena against default: +23.5% new tokens a second, +38.3% running, first token after 0.25 s instead of "
         "1.5 s"
     )
+    refusing = replace(POOLS, num_refused=1200)
+    more, _ = advice({"arena": CALM, "x": refusing}, max_running=256, arena_bytes=4_000_000_000)
+    assert more == gain.replace("default", "x") + "; these pools refused 1,200 more, which the arena served as well"
     nothing = replace(POOLS, num_completed=0, new_tokens_per_s=0.0, time_mean_running=0.0)
     assert "completed nothing" in advice({"arena": CALM, "x": nothing}, max_running=9, arena_bytes=4_000_000_000)[0]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 
@@ -54,6 +55,14 @@ def test_azure_of_2024_has_a_zone_and_sometimes_no_fraction(trace) -> None:
     assert [arrival.at_s for arrival in arrivals] == pytest.approx([0.0, 0.99007, 2.49007], abs=2e-6)
 
 
+def test_zones_count_where_they_differ(trace) -> None:
+    """And fractions of a second have as many digits as they have, beside any zone."""
+    rows = "2024-05-10 00:00:00.5-05:00,1,5\n2024-05-10 07:00:00.1234567+02:00,1,3\n2024-05-10 05:00:01Z,1,7\n"
+    arrivals = read_trace(trace("TIMESTAMP,ContextTokens,GeneratedTokens\n" + rows))
+    assert lengths(arrivals) == [(1, 3), (1, 5), (1, 7)]
+    assert [arrival.at_s for arrival in arrivals] == pytest.approx([0.0, 0.3765433, 0.8765433], abs=2e-6)
+
+
 def test_the_clocks_of_daylight_saving_do_not_count(trace, monkeypatch) -> None:
     monkeypatch.setenv("TZ", "Europe/Berlin")
     time.tzset()
@@ -75,7 +84,9 @@ def test_columns_may_come_in_any_order_and_beside_others(trace) -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("2023-11-16 18:15:51.0,12", "int"),
+        ("2023-11-16 18:15:51.0,12", "not a field for each of TIMESTAMP, ContextTokens, GeneratedTokens"),
+        ("2023-11-16 18:15:51.0,1,234,44", "not a field for each"),  # of a thousand and more
+        ("2023-11-16 18:15:51.0+garbage,12,1", "garbage"),
         ("2023-11-16 18:15:51.0,twelve,1", "twelve"),
         ("2023-11-16 18:15:51.0,12.5,1", "12.5"),
         ("2023-11-16 18:15:51.0,-12,1", "-12"),
@@ -161,6 +172,12 @@ def test_messages_are_turns_too_and_lengths_go_before_texts(trace) -> None:
     assert lengths(read_trace(trace(text))) == [(2, 3), (5, 6)]
 
 
+def test_a_turn_may_be_cut_within_a_letter_or_without_a_text(trace) -> None:
+    texts = [("\ud83d", 1), (None, None), ("y" * 8, 2)]
+    objects = [{"messages": [{"content": "x"}, {"content": answer}]} for answer, _ in texts]
+    assert lengths(read_trace(trace(lines(*objects)))) == [(1, size) for _, size in texts if size]
+
+
 # What is none of it
 
 
@@ -180,6 +197,11 @@ def test_messages_are_turns_too_and_lengths_go_before_texts(trace) -> None:
         ('{"prompt_tokens": 1, "output_tokens": 1, "timestamp": "now"}', "line 1 .*now"),
         ('{"conversations": "hello"}', "line 1 .* no list, but 'hello'"),
         ('{"conversations": ["hello", "you"]}', "line 1 .* names none of value, content"),
+        ('{"messages": [{"content": [{"type": "text"}]}]}', "line 1 .* is no text, but"),
+        ('{"prompt_tokens": true, "output_tokens": 1}', "line 1 .* True is no number"),
+        ('{"prompt_tokens": 1, "output_tokens": 1, "at_s": false}', "line 1 .* False is no number"),
+        ('{"prompt_tokens": 1, "output_tokens": 1, "priority": 1e12}', "line 1 .* priority .* at most"),
+        (AZURE + '"2023-11-16 18:15:51.0,12,1\n', "is no CSV: unexpected end"),
         ("[{]", "is no JSON"),
         ("[]", "has no requests"),
         ("", "columns .* but none"),
@@ -192,11 +214,23 @@ def test_what_is_no_trace_is_refused_in_words(trace, text: str | bytes, words: s
         read_trace(trace(text))
 
 
+@pytest.mark.parametrize(("begin", "words"), [('{"x": ', "line 1 .*recursion"), ("", "is no JSON.*recursion")])
+def test_what_is_nested_too_deep_is_refused(trace, begin: str, words: str) -> None:
+    with pytest.raises(TraceError, match=words):
+        read_trace(trace(begin + "[" * 100_000))
+
+
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="nowhere cannot be read: No such file"):
         read_trace(tmp_path / "nowhere")
     with pytest.raises(TraceError, match="cannot be read"):
         read_trace(tmp_path)
+    reads, writes = os.pipe()
+    with open(reads), open(writes, "w") as pipe:
+        pipe.write(AZURE)
+        pipe.close()
+        with pytest.raises(TraceError, match="cannot be read: .*not seekable"):
+            read_trace(f"/dev/fd/{reads}")
 
 
 def test_a_limit_takes_those_that_arrive_first(trace) -> None:
@@ -252,6 +286,9 @@ def test_lengths_stay_within_their_bounds() -> None:
         {"rate_per_s": float("nan")},
         {"prompt_tokens": float("nan")},
         {"spread": float("nan")},
+        {"prompt_tokens": float("inf")},
+        {"spread": float("inf")},
+        {"rate_per_s": float("inf")},
     ],
 )
 def test_numbers_that_make_no_trace(wrong: dict[str, float]) -> None:
@@ -259,6 +296,29 @@ def test_numbers_that_make_no_trace(wrong: dict[str, float]) -> None:
         generate_trace(3, **{"prompt_tokens": 5, "new_tokens": 5, **wrong})  # type: ignore[arg-type]
     with pytest.raises(TraceError, match="num_requests"):
         generate_trace(0, prompt_tokens=5, new_tokens=5)
+    for name, number in (("longest_tokens", 0), ("longest_tokens", 1.5), ("seed", -1), ("seed", "first")):
+        with pytest.raises(TraceError, match=name):
+            generate_trace(3, prompt_tokens=5, new_tokens=5, **{name: number})  # type: ignore[arg-type]
+    with np.errstate(invalid="ignore"), pytest.raises(TraceError, match="not at nan s"):
+        generate_trace(3, prompt_tokens=5, new_tokens=5, rate_per_s=1e-320)
+    assert lengths(generate_trace(1, prompt_tokens=5, new_tokens=5, spread=1e200)) == [(1, 1)]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"at_s": float("nan")},
+        {"at_s": -float("inf")},
+        {"num_prompt_tokens": 0},
+        {"num_new_tokens": 1.5},
+        {"priority": 0.5},
+        {"priority": 1 << 40},
+        {"priority": -(1 << 40)},
+    ],
+)
+def test_numbers_that_make_no_request(wrong: dict[str, float]) -> None:
+    with pytest.raises(TraceError, match="a request"):
+        Arrival(**{"at_s": 0.0, "num_prompt_tokens": 1, "num_new_tokens": 1} | wrong)  # type: ignore[arg-type]
 
 
 def test_at_once_keeps_the_order() -> None:

@@ -68,19 +68,31 @@ def test_a_state_is_read_and_written_once_however_many_tokens() -> None:
     ],
     ids=lambda run: f"{run.starts.tolist()} {run.num_new_tokens}",
 )
+@pytest.mark.parametrize("is_chunked", [False, True])
 @pytest.mark.parametrize("window", [None, 1, 4, 5, 64])
-def test_queries_meet_the_keys_that_they_may_see(window: int | None, run: Forward) -> None:
+def test_queries_meet_the_keys_that_they_may_see(window: int | None, is_chunked: bool, run: Forward) -> None:
     num_layers, token_bytes, pair_flops = 3, 10.0, 6.0
     work = Work(
         **NOTHING,
-        attention=(Attention(window=window, num_layers=num_layers, token_bytes=token_bytes, pair_flops=pair_flops),),
+        attention=(
+            Attention(
+                window=window,
+                num_layers=num_layers,
+                token_bytes=token_bytes,
+                pair_flops=pair_flops,
+                is_chunked=is_chunked,
+            ),
+        ),
     )
     counts = [run.num_new_tokens] * len(run.starts) if isinstance(run.num_new_tokens, int) else run.num_new_tokens
     pairs = read = written = 0
     for past, new in zip(run.starts.tolist(), counts):
         keys: set[int] = set()
         for position in range(past, past + new):
-            seen = range(max(0, position + 1 - window) if window else 0, position + 1)
+            first = 0
+            if window:
+                first = position // window * window if is_chunked else max(0, position + 1 - window)
+            seen = range(first, position + 1)
             pairs += len(seen)
             keys.update(seen)
         read += len(keys)
@@ -141,8 +153,24 @@ def test_an_h200_is_as_fast_as_it_was_measured() -> None:
         {"host_bytes_per_s": float("nan")},
         {"forward_s": -1e-9},
         {"forward_s": float("nan")},
+        {"flops_per_s": float("inf")},
+        {"forward_s": float("inf")},
     ],
 )
 def test_a_device_has_speeds(wrong: dict[str, float]) -> None:
     with pytest.raises(PlanError, match=next(iter(wrong))):
         device(**wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"weight_bytes": float("nan")},
+        {"token_flops": -1.0},
+        {"state_bytes": float("inf")},
+        {"num_experts": 2, "experts_per_token": 3},
+    ],
+)
+def test_work_is_no_less_than_nothing(wrong: dict[str, Any]) -> None:
+    with pytest.raises(PlanError, match="|".join([*wrong, "cannot choose 3 of 2"])):
+        Work(**NOTHING | wrong)

@@ -54,9 +54,11 @@ def _gain(arena: Report, name: str, report: Report) -> str:
     tokens = round(arena.new_tokens_per_s / report.new_tokens_per_s - 1, 3) + 0.0  # which makes 0 of -0
     running = round(arena.time_mean_running / report.time_mean_running - 1, 3) + 0.0
     first, other = arena.first_token_s["mean"], report.first_token_s["mean"]
-    if max(abs(tokens), abs(running), abs(first / other - 1)) < _ALIKE:
+    more = report.num_refused - arena.num_refused
+    if not more and max(abs(tokens), abs(running), abs(first / other - 1)) < _ALIKE:
         return f"one arena against {name}: no difference"
     return (
         f"one arena against {name}: {tokens:+.1%} new tokens a second, {running:+.1%} running, first token after "
         f"{first:.3g} s instead of {other:.3g} s"
+        + (f"; these pools refused {more:,} more, which the arena served as well" if more > 0 else "")
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from torch_uma.errors import PlanError
@@ -24,10 +25,10 @@ class Device:
 
     def __post_init__(self) -> None:
         for name in ("flops_per_s", "bytes_per_s", "host_bytes_per_s"):
-            if not getattr(self, name) > 0:
-                raise PlanError(f"{name} of a device is positive, not {getattr(self, name)!r}")
-        if not self.forward_s >= 0:
-            raise PlanError(f"forward_s of a device is not negative, but {self.forward_s!r} is")
+            if not 0 < getattr(self, name) < math.inf:
+                raise PlanError(f"{name} of a device is a positive number, not {getattr(self, name)!r}")
+        if not 0 <= self.forward_s < math.inf:
+            raise PlanError(f"forward_s of a device is a number that is not negative, not {self.forward_s!r}")
 
     def bound_s(self, flops: float, num_bytes: float) -> float:
         """The least time for so much work, whichever takes longer."""

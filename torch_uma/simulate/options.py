@@ -9,6 +9,7 @@ from pathlib import Path
 
 from torch_uma.errors import PlanError, TraceError
 from torch_uma.simulate.device import DEVICES, Device
+from torch_uma.simulate.table import check_drawable
 
 
 def command_line(description: str) -> argparse.ArgumentParser:
@@ -85,15 +86,12 @@ def check_outputs(options: argparse.Namespace) -> None:
     for path in (options.json, options.plot):
         if path is not None and not path.parent.is_dir():
             raise TraceError(f"there is no folder {path.parent} to write {path.name} into")
-    if options.plot is None:
-        return
-    if find_spec("matplotlib") is None:
-        raise TraceError("--plot needs matplotlib; pip install torch-uma[plots], or leave it out")
-    from matplotlib.figure import Figure
-
-    known = Figure().canvas.get_supported_filetypes()
-    if options.plot.suffix and options.plot.suffix[1:].lower() not in known:
-        raise TraceError(f"--plot {options.plot} is no file of a kind that can be drawn: {', '.join(known)}")
+        if path is not None and path.is_dir():
+            raise TraceError(f"{path} is a folder; name a file in it")
+    if options.plot is not None:
+        if find_spec("matplotlib") is None:
+            raise TraceError("--plot needs matplotlib; pip install torch-uma[plots], or leave it out")
+        check_drawable(options.plot)
 
 
 def device_of(asked: str) -> Device:
@@ -105,6 +103,6 @@ def device_of(asked: str) -> Device:
         return Device(name="a device of these speeds", **speeds)
     except PlanError:
         raise
-    except (AttributeError, TypeError, ValueError):
+    except (AttributeError, TypeError, ValueError, RecursionError):
         names = "flops_per_s, bytes_per_s, host_bytes_per_s, and forward_s if it is not 0"
         raise TraceError(f"--device {asked} is not {', '.join(DEVICES)}, nor an object of {names}") from None

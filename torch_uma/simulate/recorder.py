@@ -35,7 +35,7 @@ class Recorder:
         self._ended_s: list[float] = [0.0]  # by number of the round
         self._gaps: list[tuple[float, int]] = []  # seconds between two tokens of a request, and of how many
         self._running: list[int] = []
-        self._live_pages: list[list[int]] = []
+        self._held_page_s = np.zeros(len(pool.plan.subpools))
         self._began_s: list[float] = []
 
     @property
@@ -70,7 +70,8 @@ class Recorder:
         """The forwards of a round are over at `now_s`, and what they have sampled is there."""
         lasted_s = now_s - self._began_s[-1]
         self._ended_s += [now_s] * (round.number + 1 - len(self._ended_s))
-        self._live_pages.append([band.num_live for band in self._bands])
+        books = self._pool.sequences  # the bands know only later of what was let go of
+        self._held_page_s += lasted_s * ((books.end - books.first) @ books.live)
         num_resumed = len(round.resumed)
         for request in round.resumed:
             self._note_gap(request, now_s)
@@ -99,8 +100,7 @@ class Recorder:
         began_s, ended_s, running = np.array(self._began_s), np.array(self._ended_s[1:]), np.array(self._running)
         lasted_s = ended_s - began_s
         page_bytes = np.array([band.grid.page_bytes for band in self._bands])
-        held_byte_s = lasted_s @ np.array(self._live_pages).reshape(-1, len(page_bytes)) * page_bytes
-        used = held_byte_s / max(seconds, 1e-12)
+        used = self._held_page_s * page_bytes / max(seconds, 1e-12)
         names = [subpool.name for subpool in self._pool.plan.subpools]
         gaps = np.array(self._gaps).reshape(-1, 2)
         completed = max(1, self._num_completed)

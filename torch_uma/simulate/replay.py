@@ -6,6 +6,7 @@ and come back, are charged as well.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -22,6 +23,8 @@ from torch_uma.simulate.traces import Arrival
 from torch_uma.simulate.work import Work
 
 Progress = Callable[[int, int], None]
+
+_MOST_TOKENS = 1 << 20  # that a request is taken with where no memory that grows with it bounds it
 
 
 def replay(
@@ -40,8 +43,10 @@ def replay(
 
     With `split`, shares of the arena by sub-pool, over pools that are fixed there. `max_running` and `options` are the
     scheduler's. `progress` is told how many requests of how many are done; `on_round` sees every round once it is
-    decided. Requests that the arena could not hold are counted as refused. TraceError for no arrivals, and for some
-    that are not in the order of their time.
+    decided. Time begins with the first arrival; one that waits for others' answers may come at infinity as long as
+    these are not there, as arrivals are looked at when they are next. Requests that the arena could not hold, or of
+    more than a million tokens where only windows and states are held, are counted as refused. TraceError for no
+    arrivals, for some that are not in the order of their time, and for one that never comes.
     """
     _check(arrivals)
     pool = CachePool(
@@ -53,13 +58,15 @@ def replay(
                 token_s=work.token_flops / device.flops_per_s, copy_bytes_per_s=device.host_bytes_per_s
             )
         scheduler = Scheduler(pool, max_running=max_running, **options)
-        recorder = Recorder(pool, scheduler, len(arrivals), is_split=split is not None)
-        now_s, num_come = 0.0, 0
+        recorder = Recorder(pool, scheduler, len(arrivals), is_split=bool(split))
+        start_s, now_s, num_come = arrivals[0].at_s, 0.0, 0
         while num_come < len(arrivals) or scheduler:
-            if not scheduler and arrivals[num_come].at_s > now_s:
-                now_s = arrivals[num_come].at_s
-            while num_come < len(arrivals) and arrivals[num_come].at_s <= now_s:
-                _submit(scheduler, arrivals[num_come], recorder)
+            if not scheduler:
+                if arrivals[num_come].at_s == math.inf:
+                    raise TraceError(f"arrival {num_come + 1} never comes, and nobody else is there")
+                now_s = max(now_s, arrivals[num_come].at_s - start_s)
+            while num_come < len(arrivals) and arrivals[num_come].at_s - start_s <= now_s:
+                _submit(scheduler, arrivals[num_come], start_s, recorder)
                 num_come += 1
             if not scheduler:
                 continue
@@ -92,10 +99,10 @@ def _longest_tokens(plan: Plan, arrivals: Sequence[Arrival]) -> int:
     """Tokens that tables have to be for: no more than the arena holds, however long a request asks to be."""
     longest = max(arrival.num_prompt_tokens + arrival.num_new_tokens for arrival in arrivals)
     held = [subpool.num_pages * subpool.page_tokens for subpool in plan.subpools if isinstance(subpool.lifetime, Full)]
-    return min(longest, *held)
+    return min(longest, *(held or [_MOST_TOKENS]))
 
 
-def _submit(scheduler: Scheduler, arrival: Arrival, recorder: Recorder) -> None:
+def _submit(scheduler: Scheduler, arrival: Arrival, start_s: float, recorder: Recorder) -> None:
     try:
         request = scheduler.submit(
             arrival.num_prompt_tokens, arrival.num_new_tokens, priority=arrival.priority, tag=arrival
@@ -103,4 +110,4 @@ def _submit(scheduler: Scheduler, arrival: Arrival, recorder: Recorder) -> None:
     except (OutOfMemory, SequenceError):
         recorder.num_refused += 1
     else:
-        recorder.come(request, arrival.at_s)
+        recorder.come(request, arrival.at_s - start_s)

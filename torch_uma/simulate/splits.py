@@ -40,8 +40,8 @@ def best_split(
     """The split under which `run` gets through its requests soonest, and how; found by search, one share at a time.
 
     Throughput rises to the best share and falls behind it: so the search looks at some, evenly apart, and then closer
-    and closer around the best of them by golden section, `num_tries` in all. A split under which `run` raises
-    PlanError, as a pool of it cannot hold a request, is none; PlanError if there is no other.
+    and closer around the best of them by golden section, `num_tries` for each share but one, seven at least. A split
+    under which `run` raises PlanError, as a pool of it cannot hold a request, is none; PlanError if there is no other.
     """
     search = _Search(run)
     search.look(default_split(plan))

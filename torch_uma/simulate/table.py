@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from torch_uma.errors import TraceError
 from torch_uma.simulate.report import Report
 
 _GB = 1e9
@@ -58,6 +59,15 @@ def plot(reports: Mapping[str, Report], path: str | Path) -> None:
     axes.set_ylim(bottom=0)
     axes.legend()
     figure.savefig(path)
+
+
+def check_drawable(path: Path) -> None:
+    """Raise TraceError for a file of a kind that `plot` cannot write; needs matplotlib."""
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    known = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix and path.suffix[1:].lower() not in known:
+        raise TraceError(f"{path} cannot be drawn into; let its name end with one of {', '.join(known)}")
 
 
 def _times(times_s: Mapping[str, float], unit: float) -> str:

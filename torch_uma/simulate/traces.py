@@ -8,9 +8,11 @@ from __future__ import annotations
 import csv
 import json
 import math
+import re
+import reprlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
+from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -25,16 +27,29 @@ _NEW_NAMES = ("output_length", "num_new_tokens", "output_tokens", "completion_to
 _TURNS_NAMES = ("conversations", "conversation", "messages")
 _TEXT_NAMES = ("value", "content")
 _BYTES_PER_TOKEN = 4  # of English text, with the vocabularies that are in use
+_TIMESTAMP = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(\.\d+)?(Z|[+-]\d\d:\d\d)?")
+_MOST_PRIORITY = 1 << 31  # that a scheduler takes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arrival:
-    """One request: `at_s` seconds after the first, with a prompt and an answer of so many tokens."""
+    """One request: `at_s` seconds after the first, with a prompt and an answer of so many tokens, one or more.
+
+    TraceError for numbers that are none of a request.
+    """
 
     at_s: float
     num_prompt_tokens: int
     num_new_tokens: int
     priority: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.at_s > -math.inf:  # at infinity comes what waits for something else
+            raise TraceError(f"a request arrives at some time, not at {self.at_s} s")
+        whole(self.num_prompt_tokens, "num_prompt_tokens of a request", least=1, error=TraceError)
+        whole(self.num_new_tokens, "num_new_tokens of a request", least=1, error=TraceError)
+        if whole(self.priority, "the priority of a request", least=-_MOST_PRIORITY, error=TraceError) > _MOST_PRIORITY:
+            raise TraceError(f"the priority of a request is at most {_MOST_PRIORITY}, not {self.priority}")
 
 
 def read_trace(path: str | Path, *, limit: int | None = None) -> list[Arrival]:
@@ -54,9 +69,11 @@ def read_trace(path: str | Path, *, limit: int | None = None) -> list[Arrival]:
             rows = _json_rows(text, path) if _first_character(text) in ("{", "[") else _csv_rows(text, path)
             arrivals = [row for row in rows if row is not None]
     except OSError as error:
-        raise TraceError(f"the trace {path} cannot be read: {error.strerror}") from error
-    except (UnicodeDecodeError, csv.Error) as error:
+        raise TraceError(f"the trace {path} cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
         raise TraceError(f"the trace {path} is no text: {error}") from error
+    except csv.Error as error:
+        raise TraceError(f"the trace {path} is no CSV: {error}") from error
     if not arrivals:
         raise TraceError(f"the trace {path} has no requests")
     arrivals.sort(key=lambda arrival: arrival.at_s)
@@ -79,16 +96,18 @@ def generate_trace(
     They arrive as a Poisson process of `rate_per_s`, or all at once. Prompts and answers are cut at `longest_tokens`.
     """
     num_requests = whole(num_requests, "num_requests of a trace", least=1, error=TraceError)
-    are_means = prompt_tokens >= 1 and new_tokens >= 1 and spread >= 0  # and none of them is nan
-    if not are_means or (rate_per_s is not None and not rate_per_s > 0):
+    longest_tokens = whole(longest_tokens, "longest_tokens of a trace", least=1, error=TraceError)
+    seed = whole(seed, "the seed of a trace", least=0, error=TraceError)
+    are_means = all(1 <= mean < math.inf for mean in (prompt_tokens, new_tokens)) and 0 <= spread < math.inf
+    if not are_means or (rate_per_s is not None and not 0 < rate_per_s < math.inf):
         raise TraceError(
-            f"a trace has prompts and answers of a token or more, no negative spread and a positive rate; got means of "
-            f"{prompt_tokens} and {new_tokens}, spread {spread}, rate {rate_per_s}"
+            f"a trace has prompts and answers of a token or more, no negative spread and a positive rate, all finite; "
+            f"got means of {prompt_tokens} and {new_tokens}, spread {spread}, rate {rate_per_s}"
         )
     draw = np.random.default_rng(seed)
     at_s = np.zeros(num_requests) if rate_per_s is None else draw.exponential(1 / rate_per_s, num_requests).cumsum()
     lengths = [
-        np.clip(draw.lognormal(np.log(mean) - spread**2 / 2, spread, num_requests).round(), 1, longest_tokens)
+        np.clip(draw.lognormal(np.log(mean) - spread * spread / 2, spread, num_requests).round(), 1, longest_tokens)
         for mean in (prompt_tokens, new_tokens)
     ]
     return [
@@ -112,7 +131,7 @@ def _first_character(text: TextIO) -> str:
 
 
 def _csv_rows(text: TextIO, path: Path) -> Iterator[Arrival | None]:
-    reader = csv.DictReader(text)
+    reader = csv.DictReader(text, strict=True)
     names = tuple(reader.fieldnames or ())
     if not set(_AZURE_COLUMNS) <= set(names):
         raise TraceError(
@@ -121,15 +140,22 @@ def _csv_rows(text: TextIO, path: Path) -> Iterator[Arrival | None]:
         )
     for row in reader:
         try:
-            yield _arrival(_seconds(row["TIMESTAMP"]), row["ContextTokens"], row["GeneratedTokens"])
-        except (TypeError, ValueError, AttributeError, OverflowError) as error:
+            timestamp, prompt, new = (row[name] for name in _AZURE_COLUMNS)
+            if None in row or None in (timestamp, prompt, new):
+                raise ValueError(f"it has not a field for each of {', '.join(names)}")
+            yield _arrival(_seconds(timestamp), prompt, new)
+        except (ValueError, OverflowError) as error:
             raise TraceError(f"line {reader.line_num} of the trace {path} is no request: {error}") from error
 
 
 def _seconds(timestamp: str) -> float:
-    """Of a date and time; the zone, which is the same in all lines, does not count, nor do parts of a microsecond."""
-    at = datetime.fromisoformat(timestamp.partition("+")[0].rstrip("Z")[:26])
-    return at.replace(tzinfo=timezone.utc).timestamp()
+    """Of a date and time, in its zone if it names one."""
+    match = _TIMESTAMP.fullmatch(timestamp.strip())
+    if match is None:
+        raise ValueError(f"{timestamp!r} is no date and time such as 2023-11-16 18:15:46.680590")
+    at, fraction, zone = match.groups()
+    zone = "+00:00" if zone in (None, "Z") else zone
+    return datetime.fromisoformat(at + zone).timestamp() + float(fraction or 0)
 
 
 def _json_rows(text: TextIO, path: Path) -> Iterator[Arrival | None]:
@@ -137,7 +163,7 @@ def _json_rows(text: TextIO, path: Path) -> Iterator[Arrival | None]:
     if _first_character(text) == "[":
         try:
             items, unit = json.load(text), "request"
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise TraceError(f"the trace {path} is no JSON: {error}") from error
     else:
         items, unit = text, "line"
@@ -146,29 +172,36 @@ def _json_rows(text: TextIO, path: Path) -> Iterator[Arrival | None]:
             continue
         try:
             yield _of_fields(json.loads(item) if unit == "line" else item)
-        except (TypeError, ValueError, OverflowError) as error:
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise TraceError(f"{unit} {number} of the trace {path} is no request: {error}") from error
 
 
 def _of_fields(fields: Any) -> Arrival | None:
     if not isinstance(fields, dict):
-        raise TypeError(f"{fields!r} is no object")
+        raise TypeError(f"{reprlib.repr(fields)} is no object")
     turns = next((fields[name] for name in _TURNS_NAMES if name in fields), None)
     if turns is not None and not any(name in fields for name in _PROMPT_NAMES):
         prompt, new = _turn_tokens(turns)
     else:
         prompt, new = _first(fields, _PROMPT_NAMES), _first(fields, _NEW_NAMES)
-    at_s = float(fields["timestamp"]) / 1000 if "timestamp" in fields else float(fields.get("at_s", 0.0))
+    at_s = _number(fields["timestamp"]) / 1000 if "timestamp" in fields else _number(fields.get("at_s", 0.0))
     return _arrival(at_s, prompt, new, _whole(fields.get("priority", 0)))
 
 
 def _turn_tokens(turns: Any) -> tuple[int, int]:
     """Of a conversation's first turn and its second, as far as it has them."""
     if not isinstance(turns, list):
-        raise TypeError(f"its turns are no list, but {turns!r}")
-    sizes = [len(str(_first(turn, _TEXT_NAMES)).encode()) for turn in turns[:2]]
+        raise TypeError(f"its turns are no list, but {reprlib.repr(turns)}")
+    sizes = [_text_bytes(_first(turn, _TEXT_NAMES)) for turn in turns[:2]]
     prompt, new = (-(-size // _BYTES_PER_TOKEN) for size in (*sizes, 0, 0)[:2])
     return prompt, new
+
+
+def _text_bytes(text: Any) -> int:
+    """Of a turn's text; one that only calls tools has none."""
+    if text is not None and not isinstance(text, str):
+        raise TypeError(f"the text of a turn is no text, but {reprlib.repr(text)}")
+    return len((text or "").encode(errors="surrogatepass"))  # which a text that was cut somewhere may end with
 
 
 def _first(fields: Any, names: tuple[str, ...]) -> Any:
@@ -193,6 +226,12 @@ def _arrival(at_s: float, prompt: Any, new: Any, priority: int = 0) -> Arrival |
 def _whole(value: Any) -> int:
     """A number as people write it, 12.0 and "12" included."""
     number = int(value)
-    if number != float(value):
+    if number != _number(value):
         raise ValueError(f"{value!r} is no whole number")
     return number
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool):
+        raise ValueError(f"{value} is no number")
+    return float(value)

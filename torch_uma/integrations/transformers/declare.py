@@ -57,10 +57,11 @@ Watch = Callable[[Any, DynamicCache], AbstractContextManager[None]]
 """What is to be around the first forwards of a decoder over a cache."""
 
 
-def declare(model_or_config: Any, *, dtype: torch.dtype | None = None) -> tuple[Layer, ...]:
+def declare(model_or_config: Any, *, dtype: torch.dtype | None = None, watch: Watch | None = None) -> tuple[Layer, ...]:
     """Layers of a transformers model or config, in the order of its cache.
 
     `dtype` is the dtype of the activations; without it, that of the model's parameters or the one named by the config.
+    `watch` is put around the forwards that tell.
     Rows of a token are `k` and `v` [kv_heads, head_dim], `latent` and `rope_key` [1, width], `index_key` [width], or
     [1, width] where it scores blocks of tokens, and `index_position` [axes]; those of a sequence are `conv` [channels,
     kernel] and `recurrent` [...], then `conv_1`, `recurrent_1`, ..., or `lightning` [heads, head_dim, head_dim].
@@ -71,7 +72,7 @@ def declare(model_or_config: Any, *, dtype: torch.dtype | None = None) -> tuple[
     config = _text_config(model_or_config)
     check_remembers(config)
     kinds, lifetimes = _kinds(config)
-    cache = _first_forward(model_or_config, dtype, config)
+    cache = _first_forward(model_or_config, dtype, config, watch)
     layers = [_layer(layer) for layer in cache.layers]
     if not any(layer.memories for layer in layers):
         raise PlanError(f"{config.model_type} left nothing in the cache: it keeps what it remembers elsewhere")
@@ -186,10 +187,10 @@ def _weightless(model_or_config: Any, dtype: torch.dtype | None) -> Any:
         if isinstance(model_or_config, PreTrainedConfig):
             text_config = model_or_config.get_text_config(decoder=True)
             options["dtype"] = dtype or text_config.dtype or model_or_config.dtype
-            auto, config = _auto_class(model_or_config, text_config)
-            decoder = _decoder_of(auto.from_config(copy.deepcopy(config), **options))
+            auto, config = auto_class(model_or_config, text_config)
+            decoder = decoder_of(auto.from_config(copy.deepcopy(config), **options))
         else:
-            original = _decoder_of(model_or_config)
+            original = decoder_of(model_or_config)
             options["dtype"] = dtype or original.dtype
             decoder = type(original)._from_config(copy.deepcopy(original.config), **options)
             if dtype is None:
@@ -204,13 +205,13 @@ def _weightless(model_or_config: Any, dtype: torch.dtype | None) -> Any:
     return decoder.eval()
 
 
-def _decoder_of(model: Any) -> Any:
+def decoder_of(model: Any) -> Any:
     """The text decoder of a model; some call their head so."""
     decoder = model.get_decoder()
     return decoder if isinstance(decoder, PreTrainedModel) else model.base_model
 
 
-def _auto_class(config: PreTrainedConfig, text_config: PreTrainedConfig) -> tuple[Any, PreTrainedConfig]:
+def auto_class(config: PreTrainedConfig, text_config: PreTrainedConfig) -> tuple[Any, PreTrainedConfig]:
     """The smallest registered model that contains the decoder, and its config."""
     if type(text_config) in MODEL_MAPPING:
         return AutoModel, text_config
@@ -248,7 +249,7 @@ def _first_forward(
         where, instead = "on the meta device, or itself,", ""
         try:
             with torch.random.fork_rng():
-                return _run(_decoder_of(model_or_config), config, watch)
+                return _run(decoder_of(model_or_config), config, watch)
         except _NotRun as error:
             failed = error
     why = failed.__cause__
