@@ -105,6 +105,22 @@ def test_other_columns_are_named(trace) -> None:
         read_trace(trace("when,how_long\n1,2\n"))
 
 
+@pytest.mark.parametrize(
+    ("header", "rows", "at_s"),
+    [
+        ("num_prefill_tokens,num_decode_tokens,arrived_at", "9,5,0.5\n8,4,2.0", 1.5),  # Vidur's
+        ("Timestamp,Model,Request tokens,Response tokens", "5,a,9,5\n45,b,8,4", 40.0),  # BurstGPT's
+        ("prompt_tokens,output_tokens,at_s,priority", "9,5,1,0\n8,4,1.25,0", 0.25),
+        ("input_toks,output_toks,arrival_time_ns", "9,5,1000000000\n8,4,4000000000", 3.0),
+        ("prompt_len,output_len", "9,5\n8,4", 0.0),
+    ],
+)
+def test_columns_of_others_are_read(trace, header: str, rows: str, at_s: float) -> None:
+    arrivals = read_trace(trace(f"{header}\n{rows}\n"))
+    assert lengths(arrivals) == [(9, 5), (8, 4)]
+    assert [arrival.at_s for arrival in arrivals] == [0.0, at_s]
+
+
 # Mooncake and lengths
 
 

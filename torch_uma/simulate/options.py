@@ -36,7 +36,7 @@ def command_line(description: str) -> argparse.ArgumentParser:
     model.add_argument("--page-size", type=int, default=16, help="tokens of a page (default: 16)")
     traffic = parser.add_argument_group("traffic")
     source = traffic.add_mutually_exclusive_group(required=True)
-    source.add_argument("--trace", help="a file: an Azure CSV, Mooncake JSON lines, or JSON with lengths")
+    source.add_argument("--trace", help="a file: an Azure CSV, Mooncake JSON lines, or CSV or JSON with lengths")
     source.add_argument(
         "--made",
         metavar="N,PROMPT,NEW,SPREAD",

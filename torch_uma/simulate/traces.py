@@ -21,9 +21,16 @@ import numpy as np
 from torch_uma.counts import whole
 from torch_uma.errors import TraceError
 
-_AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-_PROMPT_NAMES = ("input_length", "num_prompt_tokens", "prompt_tokens", "prompt_len", "input_tokens")
-_NEW_NAMES = ("output_length", "num_new_tokens", "output_tokens", "completion_tokens", "output_len")
+_PROMPT_NAMES = (
+    *("input_length", "num_prompt_tokens", "prompt_tokens", "prompt_len", "input_tokens", "input_toks"),
+    *("ContextTokens", "num_prefill_tokens", "Request tokens"),
+)
+_NEW_NAMES = (
+    *("output_length", "num_new_tokens", "output_tokens", "completion_tokens", "output_len", "output_toks"),
+    *("GeneratedTokens", "num_decode_tokens", "Response tokens"),
+)
+_DATE_NAME = "TIMESTAMP"
+_TIME_NAMES = {"timestamp": 1e3, "at_s": 1.0, "arrived_at": 1.0, "Timestamp": 1.0, "arrival_time_ns": 1e9}  # a second
 _TURNS_NAMES = ("conversations", "conversation", "messages")
 _TEXT_NAMES = ("value", "content")
 _BYTES_PER_TOKEN = 4  # of English text, with the vocabularies that are in use
@@ -55,11 +62,11 @@ class Arrival:
 def read_trace(path: str | Path, *, limit: int | None = None) -> list[Arrival]:
     """The requests of a trace, in the order in which they arrive; the first `limit` of them.
 
-    Known are the Azure LLM inference traces (CSV), Mooncake's (JSON lines, `timestamp` in milliseconds), and JSON or
-    JSON lines of objects that name lengths, such as `{"prompt_tokens": 12, "output_tokens": 7}`, or hold texts as
-    ShareGPT's do, whose first turn is the prompt and whose second the answer, at four bytes a token; `at_s` says when,
-    if anything does. Requests without a prompt or an answer are left out. Raises TraceError, with the line or the
-    number of the request, for what is none of these.
+    Known are the Azure LLM inference traces (CSV), Mooncake's (JSON lines, `timestamp` in milliseconds), and CSV, JSON
+    or JSON lines that name lengths, such as `{"prompt_tokens": 12, "output_tokens": 7}`, or hold texts as those of
+    ShareGPT, whose first turn is the prompt and whose second the answer, at four bytes a token; `at_s` says when, if
+    anything does. Requests without a prompt or an answer are left out. Raises TraceError, with the line or the number
+    of the request, for what is none of these.
     """
     if limit is not None:
         limit = whole(limit, "the limit of a trace", least=1, error=TraceError)
@@ -133,24 +140,23 @@ def _first_character(text: TextIO) -> str:
 def _csv_rows(text: TextIO, path: Path) -> Iterator[Arrival | None]:
     reader = csv.DictReader(text, strict=True)
     names = tuple(reader.fieldnames or ())
-    if not set(_AZURE_COLUMNS) <= set(names):
+    if not all(set(known) & set(names) for known in (_PROMPT_NAMES, _NEW_NAMES)):
         raise TraceError(
-            f"the trace {path} is no JSON, and of a CSV it has not the columns {', '.join(_AZURE_COLUMNS)}, but "
-            f"{', '.join(names) or 'none'}"
+            f"the trace {path} is no JSON, and of a CSV it has not the columns of a prompt and an answer, such as "
+            f"ContextTokens and GeneratedTokens or prompt_tokens and output_tokens, but {', '.join(names) or 'none'}"
         )
     for row in reader:
         try:
-            timestamp, prompt, new = (row[name] for name in _AZURE_COLUMNS)
-            if None in row or None in (timestamp, prompt, new):
+            if None in row or None in row.values():
                 raise ValueError(f"it has not a field for each of {', '.join(names)}")
-            yield _arrival(_seconds(timestamp), prompt, new)
+            yield _of_fields(row)
         except (ValueError, OverflowError) as error:
             raise TraceError(f"line {reader.line_num} of the trace {path} is no request: {error}") from error
 
 
-def _seconds(timestamp: str) -> float:
+def _seconds(timestamp: Any) -> float:
     """Of a date and time, in its zone if it names one."""
-    match = _TIMESTAMP.fullmatch(timestamp.strip())
+    match = _TIMESTAMP.fullmatch(str(timestamp).strip())
     if match is None:
         raise ValueError(f"{timestamp!r} is no date and time such as 2023-11-16 18:15:46.680590")
     at, fraction, zone = match.groups()
@@ -184,8 +190,14 @@ def _of_fields(fields: Any) -> Arrival | None:
         prompt, new = _turn_tokens(turns)
     else:
         prompt, new = _first(fields, _PROMPT_NAMES), _first(fields, _NEW_NAMES)
-    at_s = _number(fields["timestamp"]) / 1000 if "timestamp" in fields else _number(fields.get("at_s", 0.0))
-    return _arrival(at_s, prompt, new, _whole(fields.get("priority", 0)))
+    return _arrival(_time_of(fields), prompt, new, _whole(fields.get("priority", 0)))
+
+
+def _time_of(fields: dict[str, Any]) -> float:
+    """In seconds; the beginning, if nothing is said of it."""
+    if _DATE_NAME in fields:
+        return _seconds(fields[_DATE_NAME])
+    return next((_number(fields[name]) / unit for name, unit in _TIME_NAMES.items() if name in fields), 0.0)
 
 
 def _turn_tokens(turns: Any) -> tuple[int, int]:
