@@ -12,8 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduling import CHEAP_COMPUTING, CHEAP_HOST, Loop, scheduler_of
+from served import assert_all_free, assert_as_alone, model_of, prompt_of, run, tight_pool
 
 import torch_uma.scheduling.scheduler
+from torch_uma import ServingLoop
 from torch_uma.pool import CachePool
 from torch_uma.scheduling import Costs, Request, Scheduler
 from torch_uma.scheduling.deciding import decide
@@ -195,7 +197,7 @@ class Judge:
 
     def __init__(self) -> None:
         self.num_empty = 0  # places that stood empty since somebody came in
-        self.num_rounds_held = 0
+        self.num_rounds_held = 0  # in which nobody came in though somebody could have
 
     def decide(self, standing: Standing, outlook: Outlook, limits: Limits, costs: Costs) -> Decision:
         decided = decide(standing, outlook, limits, costs)
@@ -276,3 +278,25 @@ def test_who_is_held_back_and_who_is_not(
             sequence.free()
         loop.run(2000)
     assert all(request.is_done for request in requests)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_tokens_are_those_of_each_prompt_alone(overlap: bool) -> None:
+    """Sampled and greedy ones, of which a third do not fit until others are done."""
+    model = model_of("gpt_oss")
+    pool = tight_pool(model, "1MiB")
+    loop = ServingLoop(model, pool=pool, max_running=16, step_tokens=300, overlap=overlap)
+    asked = [
+        {"max_new_tokens": 2 + number % 16, "do_sample": number % 2 == 1, "temperature": 1.3} for number in range(24)
+    ]
+    judge = Judge()
+    with patch.object(torch_uma.scheduling.scheduler, "decide", judge.decide):
+        generations = [
+            loop.submit(prompt_of(4 + number % 3), seed=number, **options) for number, options in enumerate(asked)
+        ]
+        run(loop)
+    for number, (generation, options) in enumerate(zip(generations, asked, strict=True)):
+        assert_as_alone(model, generation, number, **options)
+    assert judge.num_rounds_held
+    loop.close()
+    assert_all_free(pool)
