@@ -137,3 +137,21 @@ def test_a_replay_is_what_a_loop_does(name: str, retracted: dict[str, Any], come
     assert stats.offloaded > 0 if "host_memory" in retracted else stats.dropped > 0 and not stats.offloaded
     assert report.num_completed == stats.finished == len(arrivals) and report.mean_running > 2
     pool.close()
+
+
+def test_prompts_come_in_together_in_both() -> None:
+    """Where forwards are packed, those who have room are held back for others in the same rounds."""
+    seed = 11
+    print(f"seed {seed}")
+    arrivals = at_once(
+        generate_trace(30, prompt_tokens=8, new_tokens=30, spread=0.6, rate_per_s=1, seed=seed, longest_tokens=90)
+    )
+    settings: dict[str, Any] = {"max_running": 12, "step_tokens": 200, **RECOMPUTED}
+    pool = CachePool(model_of("gpt_oss"), memory="1MiB", page_size=4, max_sequences=12)
+    expected, _ = in_replay(pool.plan, arrivals, packed=True, **settings)
+    real, _ = in_earnest("gpt_oss", pool, arrivals, [each.num_submitted for each in expected], **settings)
+    assert real == expected
+    one_by_one, _ = in_replay(pool.plan, arrivals, packed=True, gather=False, **settings)
+    num_prompt_rounds, num_without = (sum(bool(each.admitted) for each in rounds) for rounds in (expected, one_by_one))
+    assert num_prompt_rounds < 0.8 * num_without
+    pool.close()

@@ -4,8 +4,9 @@ Owns the rules; changes nothing. Whoever runs goes on: if what they grow by does
 and then somebody has to go, but never the first of them, so that one always comes to its end. After that whoever waits
 comes in, strictly in order, for as long as it fits beside the others; a more important one may take others' place.
 
-Where more wait than fit, prompts may be held back for others: a forward costs the same time for a few tokens as for
-many. They are until the places that stand empty have cost as much as a forward would.
+Where one waits for room, those before it who have room may be held back, so that their prompts share a forward with
+its own: a forward costs the same time for a few tokens as for many. They are until the places that stood empty since
+somebody last came in have cost as much as a forward would.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ class _Draft:
         self._resumed: list[Request] = []
         self._admitted: list[Request] = []
         self._num_preempted = 0
+        self._next: Request | None = None  # who waits for room
         self._num_decoding = len(decoding)
 
     # Those who run
@@ -158,6 +160,7 @@ class _Draft:
                     "all; free a sequence, or make the pool with a larger max_sequences"
                 )
             if self._num_places < 1 and not self._less_important(request):
+                self._next = request
                 return
             num_stages = self._num_sure if is_alone else len(self._stages)
             left = request.max_tokens - request.num_tokens
@@ -174,6 +177,7 @@ class _Draft:
                 if not self._preempt(request, stages):
                     if is_alone and not self._victims:
                         raise self._out_of_memory(stages[: self._num_sure].max(axis=0))
+                    self._next = request
                     return
                 stages = self._stages + share
             self._stages = stages
@@ -314,8 +318,9 @@ class _Draft:
 
     def decision(self) -> Decision:
         """What was decided."""
-        if self._gathers():
-            return GO_ON._replace(num_held_back=self._now.num_held_back + len(self._admitted))
+        num_held_back = self._now.num_held_back + len(self._admitted)
+        if self._gathers(num_held_back):
+            return GO_ON._replace(num_held_back=num_held_back)
         dropped, offloaded, host_bytes = [], [], self._now.host_bytes
         for victim in self._victims:
             assert victim.sequence is not None
@@ -331,23 +336,25 @@ class _Draft:
             admitted=tuple(self._admitted),
             chunks=tuple(self._chunks),
             num_preempted=self._num_preempted,
+            num_held_back=0 if self._admitted or self._resumed or not self._now.waiting else num_held_back,
         )
 
-    def _gathers(self) -> bool:
+    def _gathers(self, num_held_back: int) -> bool:
         """Whether those who could come in are held back, so that their prompts share a forward with others'."""
-        decoding, limits = self._now.decoding, self._limits
-        if not self._admitted or len(self._admitted) == len(self._now.waiting):
-            return False  # nobody else is there to be waited for
+        decoding, other = self._now.decoding, self._next
+        if not self._admitted or other is None:
+            return False  # nobody waits for room
+        if other.offloaded is not None or not self._first_chunk(other):
+            return False  # who does has no prompt, or its prompt would not have a place in this round
         if self._victims or self._resumed or self._prompts:
             return False  # prompts are run anyway, or others came in beside them
-        num_held_back = self._now.num_held_back + len(self._admitted)
         if num_held_back >= _FORWARD_ROUNDS * len(decoding):
             return False
-        if sum(count for _, count in self._chunks) >= limits.gather_tokens:
+        if sum(count for _, count in self._chunks) >= self._limits.gather_tokens:
             return False
-        if max(request.priority for request in self._admitted) > decoding.priorities.min():
+        if max(request.priority for request in self._admitted) > min(decoding.priorities.min(), other.priority):
             return False
-        return any(other.rank < self._admitted[0].rank for other in decoding.requests)  # the first goes on
+        return any(request.rank < self._admitted[0].rank for request in decoding.requests)  # the first goes on
 
 
 def _num_left(request: Request) -> int:

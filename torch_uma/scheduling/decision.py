@@ -34,7 +34,7 @@ class Limits:
 class Decision(NamedTuple):
     """A round before it is applied. `chunks`: whose prompts are run by how many tokens, those of `admitted` too.
 
-    `num_held_back`: in this round and those before, one after another, who could have come in.
+    `num_held_back`: who could have come in, summed over the rounds since somebody did, or nobody waited.
     """
 
     dropped: tuple[Request, ...]
