@@ -43,6 +43,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--max-waiting", type=int, default=256, help="others that may wait (%(default)s)")
     parser.add_argument("--step-tokens", type=int, default=2048, help="tokens of all forwards of a step (%(default)s)")
     parser.add_argument("--max-request-tokens", type=int, help="of a prompt and its answer (what memory can hold)")
+    parser.add_argument("--headroom-steps", type=int, default=16, help="room left when one comes in (%(default)s)")
     parser.add_argument("--max-answers", type=int, default=16, help="that one HTTP request may ask for (%(default)s)")
     parser.add_argument("--max-body-bytes", type=int, default=1 << 20, help="of an HTTP request (%(default)s)")
     parser.add_argument("--overlap", action="store_true", help="launch a step before the one before has been read")
@@ -77,6 +78,7 @@ def serve(given: argparse.Namespace) -> None:
         max_running=given.max_running,
         step_tokens=given.step_tokens,
         max_request_tokens=given.max_request_tokens,
+        headroom_steps=given.headroom_steps,
         host_memory=given.host_memory,
         overlap=given.overlap,
         compile=given.compile,

@@ -184,7 +184,9 @@ def test_a_pool_that_was_given_keeps_what_others_have() -> None:
     with torch.no_grad(), pool.step({other: 9}) as cache:
         model(torch.tensor([PROMPTS[0]]), cache=cache, **cache.inputs())
     pages = other.num_pages
-    for generation in generate_batch(model, PROMPTS, pool=pool, max_running=4, host_memory="1MiB", **GREEDY):
+    for generation in generate_batch(
+        model, PROMPTS, pool=pool, max_running=4, headroom_steps=2, host_memory="1MiB", **GREEDY
+    ):
         assert_as_alone(model, generation, **GREEDY)
     assert not pool.closed and other.length == 9 and other.num_pages == pages
     other.free()

@@ -65,6 +65,19 @@ def test_tokens_are_those_of_each_prompt_alone(
     assert_all_free(pool)
 
 
+def test_more_headroom_retracts_fewer() -> None:
+    model = model_of("llama", "torch_uma")
+    retracted = {}
+    for headroom_steps in (1, 40):
+        loop = ServingLoop(model, pool=tight_pool(model, "110KiB"), max_running=8, headroom_steps=headroom_steps)
+        for length in LENGTHS:
+            loop.submit(prompt_of(length), max_new_tokens=24, do_sample=False)
+        run(loop)
+        retracted[headroom_steps] = loop.scheduler.stats().dropped
+        loop.close()
+    assert retracted[1] > retracted[40] == 0
+
+
 def submit_all(loop: ServingLoop, lengths: tuple[int, ...] = LENGTHS, **options: Any) -> list[torch_uma.Generation]:
     return [loop.submit(prompt_of(length), **{**GREEDY, "max_new_tokens": 20, **options}) for length in lengths]
 

@@ -42,6 +42,7 @@ def generate_batch(
     logprobs: bool = False,
     max_running: int = 64,
     step_tokens: int = 2048,
+    headroom_steps: int = 16,
     host_memory: int | str = 0,
     overlap: bool = False,
     compile: bool = False,
@@ -68,8 +69,8 @@ def generate_batch(
             `event.tokens`, and `event.finish_reason`, None while it goes on. It may `loop.cancel(event.generation)`.
         progress: show a bar of generations.
         logprobs: keep the log-probability of each token, see Generation.
-        memory, pool, max_running, step_tokens, host_memory, overlap, compile, tokenizer, page_size, kv_dtype: as of
-            ServingLoop.
+        memory, pool, max_running, step_tokens, headroom_steps, host_memory, overlap, compile, tokenizer, page_size,
+            kv_dtype: as of ServingLoop.
 
     Returns Generations: `tokens` are the new ones, `text(tokenizer)` is what they say, `finish_reason` why it ended.
 
@@ -96,6 +97,7 @@ def generate_batch(
         pool=pool,
         max_running=max_running,
         step_tokens=step_tokens,
+        headroom_steps=headroom_steps,
         host_memory=host_memory,
         tokenizer=tokenizer,
         **options,

@@ -48,6 +48,8 @@ class ServingLoop:
         max_running: generations in memory at once; others wait.
         step_tokens: tokens of all forwards of a step; a long prompt comes in chunks of what others leave of it.
         max_request_tokens: the longest prompt and answer together; by default what the pool can hold.
+        headroom_steps: who comes in beside others leaves room for so many more tokens of each: the more, the fewer are
+            retracted, and the fewer are in memory.
         host_memory: bytes, or "4GiB", for generations that are retracted: taken out of memory for a while, as it is
             short. Those wait there, and are copied back; 0: what they held is computed again.
         overlap: launch a step before the tokens of the one before are read, so that an accelerator is never idle
@@ -76,6 +78,7 @@ class ServingLoop:
         max_running: int = 64,
         step_tokens: int = 2048,
         max_request_tokens: int | None = None,
+        headroom_steps: int = 16,
         host_memory: int | str = 0,
         overlap: bool = False,
         compile: bool = False,
@@ -110,6 +113,7 @@ class ServingLoop:
             max_running=max_running,
             step_tokens=step_tokens,
             max_request_tokens=max_request_tokens,
+            headroom_steps=headroom_steps,
             packed=traits.packed,
             even=traits.even,
             host_memory=host_memory,
