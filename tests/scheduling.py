@@ -52,7 +52,13 @@ def known(scheduler: Scheduler) -> dict[str, Any]:
             decoding._ahead.tolist(),
         ],
         "lists": [
-            list(each) for each in (scheduler._prompts, scheduler._through, scheduler._given, scheduler._leaving)
+            list(each)
+            for each in (
+                scheduler._prompting.requests,
+                scheduler._prompting.through,
+                scheduler._given,
+                scheduler._leaving,
+            )
         ],
         "round": (scheduler._clock.round, scheduler._completed, set(scheduler._abandoned), scheduler._num_held_back),
         "stats": scheduler.stats(),

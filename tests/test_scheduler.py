@@ -254,7 +254,7 @@ def test_nothing_that_is_decided_changes_anything() -> None:
         standing = Standing(
             books=scheduler.pool.sequences,
             allocator=scheduler.pool.allocator,
-            prompts=scheduler._prompts,
+            prompts=scheduler._prompting.requests,
             decoding=scheduler._decoding,
             waiting=scheduler._waiting,
             round=scheduler._clock.round,

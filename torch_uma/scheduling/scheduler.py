@@ -1,8 +1,8 @@
 """The scheduler: which of many requests are in memory, and which forwards are run next.
 
 Owns the order of events in a round. What a request will hold is asked of `outlook`, who has to go is chosen by
-`victims`, who waits is in `waiting` and who decodes in `decoding`. A round is decided purely, as a `Decision` (see
-`deciding`), and then applied, here and nowhere else.
+`victims`; who waits is in `waiting`, who runs a prompt in `prompting`, who decodes in `decoding`. A round is decided
+purely, as a `Decision` (see `deciding`), and then applied, here and nowhere else.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from torch_uma.pool import CachePool
 from torch_uma.scheduling.capacity import Capacity, lengths
 from torch_uma.scheduling.costs import Costs
 from torch_uma.scheduling.deciding import decide
-from torch_uma.scheduling.decision import Chunk, Decision, Limits, Standing
+from torch_uma.scheduling.decision import Decision, Limits, Standing
 from torch_uma.scheduling.decoding import Decoding
 from torch_uma.scheduling.need import Need
 from torch_uma.scheduling.outlook import Outlook
+from torch_uma.scheduling.prompting import Prompting
 from torch_uma.scheduling.request import Clock, Request
-from torch_uma.scheduling.round import Forward, Round
+from torch_uma.scheduling.round import Round
 from torch_uma.scheduling.stats import SchedulerStats
 from torch_uma.scheduling.waiting import Waiting
 
@@ -118,7 +119,7 @@ class Scheduler:
         if restarted and self._limits.is_chunked:
             name = next(layer.restarted_by for layer in pool.plan.layers if layer.restarted_by)
             raise PlanError(f"{name} starts its states anew in every forward of several tokens; leave chunked= out")
-        self._is_packed, self._is_even = packed, even
+        self._is_even = even
         steps = tuple(range(1, reserve_steps + 1))
         if headroom_steps > reserve_steps:
             steps += (headroom_steps,)
@@ -127,8 +128,7 @@ class Scheduler:
         self._patience_rounds = whole(patience_rounds, "patience_rounds of a scheduler", least=1, error=PlanError)
         self._waiting = Waiting()
         self._decoding = Decoding(pool, self._clock)
-        self._prompts: list[Request] = []  # who runs a prompt, by rank
-        self._through: list[Request] = []  # whose prompt the last round has run to its end
+        self._prompting = Prompting(pool, is_packed=packed, is_even=even)
         self._given: list[Request] = []  # who has been given all tokens, but not completed
         self._leaving: list[Request] = []  # who is done, and is let go of before the next round
         self._num_held_back = 0
@@ -159,14 +159,14 @@ class Scheduler:
     @property
     def running(self) -> tuple[Request, ...]:
         """Requests in memory."""
-        requests = (*self._prompts, *self._through, *self._decoding.requests)
+        requests = (*self._prompting.requests, *self._prompting.through, *self._decoding.requests)
         return tuple(request for request in requests if request.state == "running" and request.sequence is not None)
 
     @property
     def num_running(self) -> int:
         """How many are `running`, without a look at each."""
         num_leaving = sum(request.sequence is not None for request in self._leaving)
-        return len(self._prompts) + len(self._through) + self._decoding.num_staying - num_leaving
+        return len(self._prompting) + self._decoding.num_staying - num_leaving
 
     def __len__(self) -> int:
         """Requests that are neither finished nor cancelled."""
@@ -231,7 +231,7 @@ class Scheduler:
         standing = Standing(
             books=self.pool.sequences,
             allocator=self.pool.allocator,
-            prompts=self._prompts,
+            prompts=self._prompting.requests,
             decoding=self._decoding,
             waiting=self._waiting,
             round=self._clock.round,
@@ -317,8 +317,7 @@ class Scheduler:
         for request in self._leaving:
             self._let_go(request)
         self._leaving.clear()
-        self._decoding.join(self._through)
-        self._through.clear()
+        self._decoding.join(self._prompting.pass_on())
         self._decoding.settle()
 
     def _let_go_of_given(self) -> None:
@@ -336,11 +335,7 @@ class Scheduler:
     def _let_go(self, request: Request) -> None:
         """Free what it holds, wherever it is."""
         if request.sequence is not None:
-            if request in self._prompts:
-                self._prompts.remove(request)
-            elif request in self._through:
-                self._through.remove(request)
-            else:
+            if not self._prompting.leave(request):
                 self._decoding.leave(request)
             request.sequence.free()
             request.sequence = None
@@ -396,10 +391,9 @@ class Scheduler:
             for request, sequence in zip(decision.admitted, sequences, strict=True):
                 self._waiting.take(request)
                 request.sequence, request.state = sequence, "running"
-                self._prompts.append(request)
+            self._prompting.join(decision.admitted)
         self._decoding.settle()  # once nothing moves any more
-        self._prompts.sort(key=lambda request: request.rank)
-        forwards = [*self._prompt_forwards(decision.chunks), *self._decoding.forwards(is_even=self._is_even)]
+        forwards = [*self._prompting.forwards(decision.chunks), *self._decoding.forwards(is_even=self._is_even)]
         if not forwards:  # there is nothing to be completed
             self._abandoned.add(self._clock.round)
             self._note_completed(self._completed)
@@ -421,40 +415,11 @@ class Scheduler:
     def _last_tokens(self) -> tuple[Request, ...]:
         """Those who get their last token in this round."""
         decoding = self._decoding
-        through = tuple(request for request in self._through if request.num_tokens == request.max_tokens)
+        through = self._prompting.done()
         if decoding.first_end > self._clock.round:
             return through
         places = np.flatnonzero(decoding.last_rounds == self._clock.round).tolist()
         return (*through, *(decoding.requests[place] for place in places))
-
-    def _prompt_forwards(self, chunks: tuple[Chunk, ...]) -> list[Forward]:
-        """The forwards over pieces of prompts: equally long ones together, or all of them packed."""
-        groups: dict[object, list[Chunk]] = {}
-        for request, count in chunks:
-            assert request.sequence is not None
-            start = request.sequence.length if self._is_even else 0
-            groups.setdefault(None if self._is_packed else (start, count), []).append((request, count))
-        return [self._prompt_forward(group) for group in groups.values()]
-
-    def _prompt_forward(self, chunks: list[Chunk]) -> Forward:
-        requests = tuple(request for request, _ in chunks)
-        counts = [count for _, count in chunks]
-        batch = self.pool.batch([request.sequence for request in requests if request.sequence is not None])
-        starts = self.pool.sequences.length[batch.rows.numbers]
-        samples = starts + counts == [request.num_to_run for request in requests]
-        for request, is_through in zip(requests, samples.tolist()):
-            if is_through:
-                request.sample()
-                self._prompts.remove(request)
-                self._through.append(request)
-        return Forward(
-            requests=requests,
-            batch=batch,
-            num_new_tokens=counts[0] if len(set(counts)) == 1 else counts,
-            starts=starts,
-            samples=samples,
-            is_decode=False,
-        )
 
     def _note_completed(self, number: int) -> None:
         self._completed = number
