@@ -126,7 +126,7 @@ def test_a_replay_is_what_a_loop_does(name: str, retracted: dict[str, Any], come
     settings = SETTINGS | retracted
     pool = CachePool(model_of(name), memory=MEMORY[name], page_size=4, max_sequences=8)
     with ServingLoop(model_of(name), pool=pool, **settings) as loop:
-        is_packed = loop.scheduler._is_packed
+        is_packed = loop.scheduler._prompting._is_packed
     expected, report = in_replay(pool.plan, arrivals, packed=is_packed, **settings)
     real, stats = in_earnest(name, pool, arrivals, [each.num_submitted for each in expected], **settings)
     for number, (ours, theirs) in enumerate(zip(real, expected), 1):
