@@ -15,7 +15,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
 import traces  # noqa: E402
 from geometries import GEOMETRIES  # noqa: E402
-from peers import vllm_host, vllm_inputs, vllm_scheduler  # noqa: E402
+from peers import installed, vllm_host, vllm_inputs, vllm_scheduler  # noqa: E402
 from workloads import MODELS, Workload, workloads  # noqa: E402
 
 
@@ -31,7 +31,7 @@ def versions(found: str | None):
 
 @pytest.mark.parametrize(("found", "said"), [(None, "here is none"), ("0.34.1", "here is 0.34.1"), ("0.33.0", None)])
 def test_what_is_missing_is_said_in_a_sentence(monkeypatch, found: str | None, said: str | None) -> None:
-    monkeypatch.setattr(vllm_inputs, "version", versions(found))
+    monkeypatch.setattr(installed, "version", versions(found))
     sentence = vllm_inputs.why_not()
     if said is None:
         assert sentence is None

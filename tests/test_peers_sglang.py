@@ -13,7 +13,7 @@ import torch_uma
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
-from peers import sglang_allocators  # noqa: E402
+from peers import installed, sglang_allocators  # noqa: E402
 from peers.pools import OurPools, grown  # noqa: E402
 from peers.sglang_allocators import BATCH, SMALL, exact_bytes_of, growth, num_resident, turnover  # noqa: E402
 
@@ -54,7 +54,7 @@ def test_what_is_missing_is_said_in_a_sentence(monkeypatch, found: str | None, s
             raise PackageNotFoundError(name)
         return found
 
-    monkeypatch.setattr(sglang_allocators, "version", version)
+    monkeypatch.setattr(installed, "version", version)
     sentence = sglang_allocators.why_not()
     if said is None:
         assert sentence is None

@@ -27,7 +27,6 @@ import time
 from bisect import bisect
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from itertools import accumulate
 from typing import Any
 
@@ -37,6 +36,7 @@ from geometries import GEOMETRIES, Layers, attention, recurrent
 from records import Record, parser, publish, record
 
 import torch_uma
+from peers.installed import version_of
 from peers.pools import OurPools, Pools, grown
 from torch_uma.layout import Full, State, Window
 from torch_uma.plan import Plan
@@ -60,10 +60,7 @@ SMALL: dict[str, Layers] = {
 
 def why_not() -> str | None:
     """A sentence if SGLang is not installed, or not the one that this is written for."""
-    try:
-        found = version("sglang")
-    except PackageNotFoundError:
-        found = "none"
+    found = version_of("sglang")
     if found == VERSION:
         return None
     return (

@@ -7,13 +7,13 @@ synchronous.
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
 from types import SimpleNamespace
 from typing import Any
 
 from geometries import Layers
 from workloads import STEP_TOKENS
 
+from peers.installed import version_of
 from torch_uma.layout import Memory, State, Window
 
 ATTENTION_TOKENS = 16  # of a block, at least
@@ -23,10 +23,7 @@ VERSION = "0.33"
 
 def why_not() -> str | None:
     """A sentence if vLLM is not installed, or not the one that this is written for."""
-    try:
-        found = version("vllm")
-    except PackageNotFoundError:
-        found = "none"
+    found = version_of("vllm")
     if found.startswith(f"{VERSION}."):
         return None
     return (

@@ -26,6 +26,7 @@ class Decoding:
     """Who decodes, as arrays; whoever joins or leaves is in them, or no more, after `settle`.
 
     With recurrent states the order is that of the states in the arena, so that few of them move when somebody leaves.
+    `is_even`: whether a forward must be over requests of one length.
 
     Attributes:
         requests: in the order of the batch.
@@ -35,9 +36,10 @@ class Decoding:
         priorities: [n] int64, as submitted.
     """
 
-    def __init__(self, pool: CachePool, clock: Clock) -> None:
+    def __init__(self, pool: CachePool, clock: Clock, *, is_even: bool) -> None:
         self._pool = pool
         self._clock = clock
+        self._is_even = is_even
         self._leaving: set[Request] = set()
         self._joining: list[Request] = []
         self._batch: Batch | None = None
@@ -106,12 +108,12 @@ class Decoding:
                 "token; run the forwards of a round before schedule(), or abandon() it"
             )
 
-    def forwards(self, *, is_even: bool) -> list[Forward]:
+    def forwards(self) -> list[Forward]:
         """The forward of this round over all of them; one for each length, where the rows of one have to be equal."""
         if not self.requests:
             return []
         starts = self._pool.sequences.length.take(self.rows)
-        if not is_even or (starts == starts[0]).all():
+        if not self._is_even or (starts == starts[0]).all():
             if self._batch is None:
                 self._batch = self._pool.batch([request.sequence for request in self.requests if request.sequence])
             return [_forward(self.requests, self._batch, starts, self._samples)]

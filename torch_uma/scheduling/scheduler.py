@@ -119,7 +119,6 @@ class Scheduler:
         if restarted and self._limits.is_chunked:
             name = next(layer.restarted_by for layer in pool.plan.layers if layer.restarted_by)
             raise PlanError(f"{name} starts its states anew in every forward of several tokens; leave chunked= out")
-        self._is_even = even
         steps = tuple(range(1, reserve_steps + 1))
         if headroom_steps > reserve_steps:
             steps += (headroom_steps,)
@@ -127,7 +126,7 @@ class Scheduler:
         self._clock = Clock()
         self._patience_rounds = whole(patience_rounds, "patience_rounds of a scheduler", least=1, error=PlanError)
         self._waiting = Waiting()
-        self._decoding = Decoding(pool, self._clock)
+        self._decoding = Decoding(pool, self._clock, is_even=even)
         self._prompting = Prompting(pool, is_packed=packed, is_even=even)
         self._given: list[Request] = []  # who has been given all tokens, but not completed
         self._leaving: list[Request] = []  # who is done, and is let go of before the next round
@@ -393,7 +392,7 @@ class Scheduler:
                 request.sequence, request.state = sequence, "running"
             self._prompting.join(decision.admitted)
         self._decoding.settle()  # once nothing moves any more
-        forwards = [*self._prompting.forwards(decision.chunks), *self._decoding.forwards(is_even=self._is_even)]
+        forwards = [*self._prompting.forwards(decision.chunks), *self._decoding.forwards()]
         if not forwards:  # there is nothing to be completed
             self._abandoned.add(self._clock.round)
             self._note_completed(self._completed)

@@ -44,11 +44,10 @@ def best_split(
     under which `run` raises PlanError, as a pool of it cannot hold a request, is none; PlanError if there is no other.
     """
     search = _Search(run)
-    search.look(default_split(plan))
     shares = default_split(plan)
-    for name in [subpool.name for subpool in plan.subpools][:-1]:
-        others = search.best or shares
-        search.narrow(others, name, num_tries)
+    search.look(shares)
+    for subpool in plan.subpools[:-1]:
+        search.narrow(search.best or shares, subpool.name, num_tries)
     if search.best is None or search.report is None:
         raise PlanError("no split was found in which every pool can hold a request; give the arena more memory")
     return search.best, search.report
