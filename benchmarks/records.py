@@ -20,11 +20,12 @@ def record(
     ratio: float | None = None,
     **more: Any,
 ) -> Record:
-    """One figure: `ratio` is value over reference unless given."""
+    """One figure: `ratio` is value over reference unless given; there is none to a reference of 0."""
     flat: Record = {"case": case, "metric": metric, "value": value, "unit": unit}
     if reference is not None:
         flat["reference"] = reference
-        flat["ratio"] = ratio if ratio is not None else value / reference
+        if ratio is not None or reference:
+            flat["ratio"] = ratio if ratio is not None else value / reference
     return flat | more
 
 

@@ -121,3 +121,7 @@ def test_ours_says_where_tokens_go_and_takes_all_back(name: str, page_size: int)
         pools.finish(request)
     pools.check()
     assert pools.pool.stats().free_bytes == before
+
+
+def test_a_mix_of_which_no_request_fits_is_left_out() -> None:
+    assert sglang_allocators.fit("gpt-oss-20b", "6MiB", 16, 0) == []

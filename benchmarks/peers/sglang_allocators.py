@@ -121,7 +121,7 @@ def contestants(layers: Layers, plan: Plan, page_size: int, max_requests: int) -
 
 
 def fit(name: str, memory: str, page_size: int, seed: int) -> list[Record]:
-    """A model's requests of every mix, in every contestant's memory."""
+    """A model's requests of every mix of which one fits at all, in every contestant's memory."""
     layers, chance = GEOMETRIES[name](), random.Random(seed)
     plan = torch_uma.plan(layers, memory=memory, page_size=page_size)
     max_requests = plan.num_sequences(min(map(sum, MIXES)) // 2) + 2
@@ -130,6 +130,9 @@ def fit(name: str, memory: str, page_size: int, seed: int) -> list[Record]:
     for mix in MIXES:
         wanted = [growth(mix, chance) for _ in range(max_requests)]
         needed = list(accumulate(exact_bytes_of(plan, page_size, sum(tokens)) for tokens in wanted))
+        exact = bisect(needed, plan.arena_bytes)
+        if not exact:
+            continue
         for policy, make in contestants(layers, plan, page_size, max_requests).items():
             resident = num_resident(make(), wanted, others, seed)
             gc.collect()  # SGLang's parts refer to one another, and one arena at a time is enough
@@ -139,7 +142,7 @@ def fit(name: str, memory: str, page_size: int, seed: int) -> list[Record]:
                     "resident_over_exact_fit",
                     resident,
                     "requests",
-                    reference=bisect(needed, plan.arena_bytes),
+                    reference=exact,
                     policy=policy,
                     unusable_bytes=round(plan.arena_bytes - (needed[resident - 1] if resident else 0)),
                 )
