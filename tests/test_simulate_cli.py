@@ -11,6 +11,7 @@ import pytest
 import zoo
 from transformers import CONFIG_MAPPING
 
+from torch_uma.simulate import Report, replay
 from torch_uma.simulate.__main__ import main
 
 SMALL = [
@@ -111,6 +112,20 @@ def test_nothing_is_heard_of_kernels_that_do_not_run(capsys) -> None:
     arguments = ["--config", "jamba", "--set", "num_hidden_layers=8", "--set", "hidden_size=64", "--memory", "1GiB"]
     assert main([*arguments, *MADE, "--quiet"]) == 0
     assert not capsys.readouterr().err
+
+
+def test_no_split_is_replayed_twice(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search begins with the default one, and may end with it."""
+    asked: list[Any] = []
+
+    def noted(*arguments: Any, split: Any, **options: Any) -> Report:
+        asked.append(split and tuple(split.items()))
+        return replay(*arguments, split=split, **options)
+
+    monkeypatch.setattr("torch_uma.simulate.__main__.replay", noted)
+    assert main([*SMALL, *MADE, "--split", "default", "--split", "best"]) == 0
+    assert len(asked) == len(set(asked)) > 5
+    assert "best" in capsys.readouterr().out
 
 
 def test_splits_are_looked_at_before_anything_is_run(capsys, monkeypatch: pytest.MonkeyPatch) -> None:

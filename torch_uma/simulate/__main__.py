@@ -90,7 +90,14 @@ def _reports(
     if options.headroom_steps is not None:
         settings["headroom_steps"] = options.headroom_steps
 
-    def run(name: str, split: Mapping[str, float] | None) -> Report:
+    known: dict[frozenset[tuple[str, float]], Report] = {}  # the search begins with the default split
+
+    def run(name: str, split: Mapping[str, float]) -> Report:
+        if (shares := frozenset(split.items())) not in known:
+            known[shares] = simulate(name, split)
+        return known[shares]
+
+    def simulate(name: str, split: Mapping[str, float] | None) -> Report:
         with tqdm(total=len(arrivals), desc=name, unit=" requests", disable=options.quiet) as bar:
 
             def note(num_done: int, _: int) -> None:
@@ -102,7 +109,7 @@ def _reports(
         tries, most = count(1), 1 + _NUM_TRIES * (len(planned.subpools) - 1)
         return best_split(planned, lambda shares: run(f"search {next(tries)}/{most}", shares), num_tries=_NUM_TRIES)
 
-    reports = {"arena": run("arena", None)}
+    reports = {"arena": simulate("arena", None)}
     for asked, split in splits.items():
         if split is None:
             split, report = search()
